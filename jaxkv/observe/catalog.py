@@ -8,13 +8,12 @@ often computed again.
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from jaxkv.keys.hashing import TOKEN_BYTES, KeyedBlock
-from jaxkv.tiers.base import HOST_MEDIUM, OffloadingEvent
-from jaxkv.tiers.storage import STORAGE_MEDIUM
+from jaxkv.tiers.base import DEVICE_MEDIUM, OffloadingEvent
 from jaxkv.types import BlockKey
 
 
@@ -45,13 +44,8 @@ class BlockCatalog:
         self._spare: OrderedDict[BlockKey, None] = OrderedDict()
         self._tiers: dict[str, dict[BlockKey, int]] = {}  # Copies of each block.
         self._block_sizes: dict[str, int] = {}
-        # The device blocks of host blocks that hold several, on each tier of host
-        # blocks. A removal names the blocks that were stored, whatever was recorded
-        # since.
-        self._device_keys: dict[str, dict[BlockKey, tuple[BlockKey, ...]]] = {
-            HOST_MEDIUM: {},
-            STORAGE_MEDIUM: {},
-        }
+        # By tier: the device blocks of each of its blocks that hold several.
+        self._rows: dict[str, dict[BlockKey, tuple[KeyedBlock, ...]]] = {}
 
     def __len__(self) -> int:
         """Return the number of known blocks."""
@@ -86,56 +80,48 @@ class BlockCatalog:
         """Return the tokens per block of a tier, from its last event."""
         return self._block_sizes.get(medium, 0)
 
-    def device_keys(self, event: OffloadingEvent) -> list[BlockKey]:
-        """Return the device blocks of an event that `note` has not seen yet, in order.
+    def blocks_of(
+        self, key: BlockKey, event: OffloadingEvent
+    ) -> tuple[KeyedBlock, ...]:
+        """Return the device blocks in a block of an event, in order; () if unknown.
 
         A host block of several device blocks (`OffloadRules.blocks_per_host_block`) has
-        the key of its last one, and its event has the tokens of all as its block size.
-        If its device blocks are unknown, its key is returned.
+        the key of its last one, and is found by that key only. Its event has the tokens
+        of all as its block size.
         """
-        return list(itertools.chain.from_iterable(self._split_all(event)))
+        row, block = self._rows.get(event.medium, {}).get(key), self._blocks.get(key)
+        if row is not None or block is None:
+            return row or ()
+        num, rest = 1, 0
+        # Models of several groups have one device block per host block.
+        if event.medium != DEVICE_MEDIUM and not block.group:
+            num, rest = divmod(event.block_size * TOKEN_BYTES, len(block.tokens))
+        blocks = [block]
+        while block and len(blocks) < num:
+            block = self._blocks.get(block.parent or b"")
+            blocks += [block] if block else []
+        return () if rest or len(blocks) < num else tuple(reversed(blocks))
 
     def note(self, event: OffloadingEvent) -> None:
         """Record the blocks that a tier stored or removed."""
         copies = self._tiers.setdefault(event.medium, {})
+        rows = self._rows.setdefault(event.medium, {})
         self._block_sizes[event.medium] = event.block_size
         if not event.block_hashes:
+            rows.clear()
             for key in list(copies):
                 copies[key] = 1
                 self._remove(copies, key)
-            if event.medium in self._device_keys:
-                self._device_keys[event.medium].clear()
-        split = self._split_all(event)
-        for host_key, keys in zip(event.block_hashes, split, strict=True):
-            for key in keys:
-                (self._remove if event.removed else self._add)(copies, key)
-            if event.removed and event.medium in self._device_keys:
-                self._device_keys[event.medium].pop(host_key, None)
-            elif len(keys) > 1:
-                self._device_keys[event.medium][host_key] = keys
-
-    def _split_all(self, event: OffloadingEvent) -> list[tuple[BlockKey, ...]]:
-        keys = event.block_hashes
-        if event.medium not in self._device_keys:
-            return [(key,) for key in keys]
-        if event.removed:
-            stored = self._device_keys[event.medium]
-            return [stored.get(key, (key,)) for key in keys]
-        return [self._split(key, event.block_size) for key in keys]
-
-    def _split(self, key: BlockKey, block_size: int) -> tuple[BlockKey, ...]:
-        """Return the keys of a host block's device blocks, found from its own key."""
-        block = self._blocks.get(key)
-        if block is None or block.group:  # Models of several groups have none.
-            return (key,)
-        num, rest = divmod(block_size * TOKEN_BYTES, len(block.tokens))
-        keys = [key]
-        while block and block.parent is not None and len(keys) < num:
-            keys.append(block.parent)
-            block = self._blocks.get(block.parent)
-        if block is None or len(keys) < num or rest:
-            return (key,)
-        return tuple(reversed(keys))
+        for key in event.block_hashes:
+            if event.removed:
+                self._remove(copies, key)
+                if key not in copies:
+                    rows.pop(key, None)
+                continue
+            blocks = self.blocks_of(key, event)
+            if len(blocks) > 1:
+                rows[key] = blocks
+            self._add(copies, key)
 
     def _add(self, copies: dict[BlockKey, int], key: BlockKey) -> None:
         self._spare.pop(key, None)
@@ -157,3 +143,19 @@ class BlockCatalog:
         while len(self._spare) > self.max_spare:
             oldest, _ = self._spare.popitem(last=False)
             del self._blocks[oldest]
+
+
+def join_extra_keys(
+    row: Iterable[Any], extra_keys_of: Callable[[Any], tuple[Any, ...] | None]
+) -> tuple[Any, ...] | None:
+    """Return the extra keys of a block of several device blocks, without repeats.
+
+    Offsets count from its first token.
+    """
+    keys: dict[Any, None] = {}
+    start = 0
+    for block in row:
+        for key in extra_keys_of(block) or ():
+            keys[(key[0], key[1] + start) if isinstance(key, tuple) else key] = None
+        start += len(block.tokens) // TOKEN_BYTES
+    return tuple(keys) or None

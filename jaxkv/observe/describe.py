@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from jaxkv.keys.hashing import KeyedBlock
-from jaxkv.observe.catalog import BlockCatalog
+from jaxkv.keys.hashing import TOKEN_BYTES, KeyedBlock
+from jaxkv.observe.catalog import BlockCatalog, join_extra_keys
 from jaxkv.observe.kv_events import (
     AllBlocksCleared,
     BlockHash,
@@ -32,6 +32,7 @@ from jaxkv.tiers.base import OffloadingEvent
 from jaxkv.types import BlockKey
 
 _MakeHash: TypeAlias = Callable[[BlockKey], BlockHash]
+_Row: TypeAlias = tuple[KeyedBlock, ...]  # The device blocks in a block of a tier.
 
 
 def describe(
@@ -44,17 +45,19 @@ def describe(
     """Return the KV events of a tier's event that `catalog` has not noted yet.
 
     They are one `BlockStored` for each run of consecutive blocks, or one `BlockRemoved`
-    for each run of blocks of one group. Blocks that the catalogue does not know have no
-    tokens and no parent. If a tier was cleared, each of its blocks is reported as
-    removed, unless the other tiers are empty too: vLLM's `AllBlocksCleared` is about
-    all tiers. Without `groups`, the kinds of groups are left out. With
-    `int_block_hashes`, keys are 64-bit numbers, vLLM's default.
+    for each run of blocks of one group. Each hash is that of a block that can be found
+    alone: a host block of several device blocks has one hash, and their tokens. Blocks
+    that the catalogue does not know have no tokens and no parent. If a tier was
+    cleared, each of its blocks is reported as removed, unless the other tiers are empty
+    too: vLLM's `AllBlocksCleared` is about all tiers. Without `groups`, the kinds of
+    groups are left out. With `int_block_hashes`, keys are 64-bit numbers, vLLM's
+    default.
     """
     make_hash: _MakeHash = _hash_as_int if int_block_hashes else bytes
+    if event.block_hashes and not event.removed:
+        return _describe_stored(event, catalog, groups, make_hash)
     if event.block_hashes:
-        keys = catalog.device_keys(event)
-        if not event.removed:
-            return _describe_stored(event, keys, catalog, groups, make_hash)
+        keys = event.block_hashes
     elif any(medium != event.medium for medium in catalog.media()):
         keys = catalog.copies(event.medium)
     else:
@@ -79,7 +82,7 @@ def describe_all(
     for medium in catalog.media():
         copies = catalog.copies(medium)
         event = OffloadingEvent(copies, catalog.block_size(medium), medium, False)
-        events += _describe_stored(event, copies, catalog, groups, make_hash)
+        events += _describe_stored(event, catalog, groups, make_hash)
     return events
 
 
@@ -94,29 +97,28 @@ def count_unknown(events: Iterable[KVEvent]) -> int:
 
 def _describe_stored(
     event: OffloadingEvent,
-    device_keys: Iterable[BlockKey],
     catalog: BlockCatalog,
     groups: Sequence[GroupSpec],
     make_hash: _MakeHash,
 ) -> list[KVEvent]:
     stored: list[KVEvent] = []
-    for keys, blocks in _runs(device_keys, catalog):
+    for keys, rows in _runs(event, catalog):
         hashes = [make_hash(key) for key in keys]
-        if not blocks:
+        if not rows:
             size = event.block_size
             stored.append(BlockStored(hashes, None, [], size, None, event.medium, None))
             continue
-        first = blocks[0]
+        first = rows[0][0]
         parent = None if first.parent is None else make_hash(first.parent)
-        tokens = np.frombuffer(b"".join(block.tokens for block in blocks), "<u4")
-        extra_keys = [_extra_keys(block) for block in blocks]
+        data = b"".join(block.tokens for row in rows for block in row)
+        extra_keys = [join_extra_keys(row, _extra_keys) for row in rows]
         kind, window = kind_of(groups, first.group)
         stored.append(
             BlockStored(
                 block_hashes=hashes,
                 parent_block_hash=parent,
-                token_ids=tokens.tolist(),
-                block_size=len(tokens) // len(blocks),
+                token_ids=np.frombuffer(data, "<u4").tolist(),
+                block_size=len(data) // TOKEN_BYTES // len(rows),
                 lora_id=None,
                 medium=event.medium,
                 lora_name=_text(first.extras.lora_name),
@@ -130,36 +132,35 @@ def _describe_stored(
 
 
 def _runs(
-    keys: Iterable[BlockKey], catalog: BlockCatalog
-) -> Iterator[tuple[list[BlockKey], list[KeyedBlock]]]:
-    """Split keys into consecutive runs; a run of unknown keys has no blocks."""
+    event: OffloadingEvent, catalog: BlockCatalog
+) -> Iterator[tuple[list[BlockKey], list[_Row]]]:
+    """Split keys into consecutive runs; a run of unknown keys has no rows."""
     run: list[BlockKey] = []
-    blocks: list[KeyedBlock] = []
-    for key in keys:
-        block = catalog.find(key)
-        if run and not _follows(block, blocks[-1] if blocks else None):
-            yield run, blocks
-            run, blocks = [], []
+    rows: list[_Row] = []
+    for key in event.block_hashes:
+        row = catalog.blocks_of(key, event)
+        if run and not _follows(row, rows[-1] if rows else ()):
+            yield run, rows
+            run, rows = [], []
         run.append(key)
-        if block:
-            blocks.append(block)
+        rows += [row] if row else []
     if run:
-        yield run, blocks
+        yield run, rows
 
 
-def _follows(block: KeyedBlock | None, last: KeyedBlock | None) -> bool:
+def _follows(row: _Row, last: _Row) -> bool:
     """Whether two blocks can be in one event, whose lists run in parallel."""
-    if block is None or last is None:
-        return block is last
+    if not row or not last:
+        return not row and not last
     return (
-        block.parent == last.key
-        and block.group == last.group
-        and block.extras.lora_name == last.extras.lora_name
-        and len(block.tokens) == len(last.tokens)
+        row[0].parent == last[-1].key
+        and row[0].group == last[0].group
+        and row[0].extras.lora_name == last[0].extras.lora_name
+        and len(row) * len(row[0].tokens) == len(last) * len(last[0].tokens)
     )
 
 
-def _extra_keys(block: KeyedBlock) -> tuple[Any, ...] | None:
+def _extra_keys(block: KeyedBlock) -> tuple[Any, ...]:
     """List what a block's key covers besides tokens, in vLLM's order."""
     extras = block.extras
     keys: list[Any] = []
@@ -168,7 +169,7 @@ def _extra_keys(block: KeyedBlock) -> tuple[Any, ...] | None:
     keys += [(item.content_hash.hex(), item.offset) for item in extras.multimodal]
     if extras.cache_salt is not None and block.parent is None:
         keys.append(_text(extras.cache_salt))
-    return tuple(keys) or None
+    return tuple(keys)
 
 
 def _text(text: str | None) -> str | None:

@@ -179,11 +179,11 @@ delays vllm:kv_offload_lookup_async_delay_seconds = scheduler.delays.deferrals
 counter vllm:kv_offload_allocation_failure = stats.num_store_refusals
     Offers for whose blocks the host had no room.
 counter vllm:kv_offload_stores_skipped = num_skipped
-    Host blocks that were not stored because too few requests had asked for them
-    (store_threshold, max_unseen_blocks).
+    Host blocks that were not stored because too few requests had asked for them.
 counter jaxkv:kv_offload_blocks_declined = stats.num_declined
-    Host blocks that the cache policy did not store, as worth less than what they would
-    evict.
+    Host blocks that the cache policy did not store, as the evicted ones are worth more.
+counter jaxkv:kv_offload_blocks_without_head = stats.num_headless
+    Host blocks of new requests that were useless, as an earlier block was evicted.
 gauge jaxkv:kv_offload_stores_paused = scheduler.is_storing_paused
     1 while stores are paused because no stored block is used, else 0.
 counter jaxkv:kv_offload_blocks_paused = num_paused

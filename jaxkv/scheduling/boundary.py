@@ -455,10 +455,7 @@ class Boundary:
             self._last_fetch_arrived = True
 
     def reset(self) -> None:
-        """Forget the blocks of the lower tier, after the upper tier has been cleared.
-
-        Blocks of moves in flight must not be used again before these have ended.
-        """
+        """Forget the lower tier's blocks, after the upper tier has been cleared."""
         for ledger in (self._writes, self.fetches, self.probes):
             for move in ledger.moves.values():
                 move.is_stale = True
@@ -478,10 +475,7 @@ class Boundary:
         self._last_fetch_arrived = True
 
     def disable(self) -> None:
-        """Stop using the lower tier for the rest of the process.
-
-        The upper tier must be cleared before its blocks are used again.
-        """
+        """Stop using the lower tier for good, before the upper tier is cleared."""
         if self._is_disabled:
             return
         self._is_disabled = self._must_send_last = True
@@ -493,10 +487,7 @@ class Boundary:
         self._to_delete.clear()
 
     def fetch(self, request_id: str, fetch: Fetch) -> bool:
-        """Begin a planned fetch; return whether the request waits for it.
-
-        The request must not be waiting for another fetch.
-        """
+        """Begin a planned fetch, the request's only one; return whether it waits."""
         wait = _Wait(
             fetch.upper_rows,
             dict(zip(fetch.keys, fetch.end_tokens, strict=True)),

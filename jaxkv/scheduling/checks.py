@@ -55,10 +55,7 @@ def check_engine(engine: object, attribute: str) -> None:
 
 
 def checked_step(output: SchedulerOutput) -> tuple[Mapping[str, int], int]:
-    """Check a step except its block tables; return tokens per request, and their sum.
-
-    Requests without tokens to compute are omitted.
-    """
+    """Check a step except its tables; return each request's tokens > 0, and the sum."""
     if not isinstance(output, SchedulerOutput):
         raise TypeError(f"output={shown(output)} must be a SchedulerOutput.")
     scheduled, preempted = output.num_scheduled_tokens, output.preempted_req_ids
@@ -164,10 +161,7 @@ def _field_error(
 
 
 def check_plan(meta: OffloadMetadata) -> None:
-    """Raise TypeError for a plan with a field of the wrong type.
-
-    The transfer engine checks the block ids.
-    """
+    """Raise TypeError for a plan with a wrong field; the engine checks block ids."""
     for field in ("load_event", "store_event"):
         event = getattr(meta, field)
         _check(type(event) is int, field, event, "an int", "plan")

@@ -59,14 +59,7 @@ class Chooser:
     def find_ready(
         self, scheduled: Mapping[str, int], preempted: Sequence[str], *, is_due: bool
     ) -> Sequence[Any]:
-        """Find the requests to look at in the step that begins; nothing changes.
-
-        If an offer `is_due`, blocks are stored in this step.
-
-        Raises:
-            TypeError: An attribute of a ready request has the wrong type.
-            ValueError: Such an attribute is negative.
-        """
+        """Find the requests to look at in the step that begins; nothing changes."""
         return ()
 
     def record_step(
@@ -81,10 +74,7 @@ class Chooser:
     def offer_step(
         self, pool: DevicePool, ready: Sequence[Any], *, is_due: bool
     ) -> None:
-        """Look at requests once the step has issued loads; offer blocks if it `is_due`.
-
-        `ready` is from `find_ready`.
-        """
+        """Look at ready requests once loads are issued; offer blocks if it `is_due`."""
 
     def finish(
         self, pool: DevicePool, request: Request, limits: tuple[int, int]

@@ -186,11 +186,7 @@ class EagerStores(Chooser):
     def find_ready(
         self, scheduled: Mapping[str, int], preempted: Sequence[str], *, is_due: bool
     ) -> list[Ready]:
-        """Find the requests to look at: those that filled a block, or overwrite one.
-
-        If an offer `is_due`, these include all that have blocks to offer, in all steps
-        since the last offer.
-        """
+        """Find requests that fill or overwrite blocks; if due, since the last offer."""
         num_changes = self._stores.num_changes
         due, names = [], scheduled
         if is_due and self._scheduled:
@@ -431,10 +427,7 @@ class EagerStores(Chooser):
         keys: Sequence[Sequence[BlockKey]],
         num_tokens: int | None = None,
     ) -> list[int]:
-        """Return how many blocks `num_tokens` fill, for each group.
-
-        None is for the computed tokens that may be stored.
-        """
+        """Return the blocks that tokens fill, by group; None for those to be stored."""
         if num_tokens is None:
             num_tokens = min(progress.limits)
         factor, num_full = self._factor, []
@@ -534,10 +527,7 @@ class EagerStores(Chooser):
         first: list[int],
         end: list[int],
     ) -> Rows:
-        """Return the blocks [first[g], end[g]) of all groups g as rows.
-
-        The null block replaces blocks that somebody else was given.
-        """
+        """Return the blocks [first[g], end[g]) of all groups g, or null, as rows."""
         tables, name = list(progress.tables), progress.request.request_id
         for group, table in enumerate(tables):
             blocks = table[first[group] : end[group]]

@@ -91,10 +91,7 @@ class Explanation:
 def explain(
     view: View, pool: DevicePool, request: Request, num_computed_tokens: int | None
 ) -> Explanation:
-    """Return what a request would be offered, and each block's tier; change nothing.
-
-    If `num_computed_tokens` is None, the prefix on the device counts as computed.
-    """
+    """Return what `Reporting.explain` describes; change nothing."""
     groups, below = view.groups, view.below
     # A new `Requests`: the scheduler's would keep the keys until the request finishes.
     requests = Requests(groups, view.rules, view.host, may_lag=True)

@@ -126,10 +126,7 @@ class Loads:
         return {block for load in loads for block in load.written_blocks.tolist()}
 
     def offer(self, pool: DevicePool, request_id: str, load: Load | None) -> None:
-        """Hold a load (None for none) as an offer, in place of the previous one.
-
-        The request must have no load in flight.
-        """
+        """Hold a load (None for none) as an offer, in place of the previous one."""
         self.drop(pool, request_id)
         if load is None:
             return
@@ -198,13 +195,7 @@ class Loads:
         return bool(self._waiting)
 
     def issue(self, budget: Budget) -> dict[str, Any]:
-        """Issue taken loads, in the order of taking, within the budget.
-
-        A load larger than the whole budget is issued if nothing else is in flight.
-
-        Returns:
-            The fields of `OffloadMetadata` for loads.
-        """
+        """Issue taken loads within the budget; return fields of `OffloadMetadata`."""
         ready: list[Load] = []
         while self._waiting:
             load = next(iter(self._waiting.values()))
@@ -229,15 +220,7 @@ class Loads:
     def report(
         self, pool: DevicePool, reports: Sequence[Report]
     ) -> tuple[list[str], list[str]]:
-        """Apply the reports of workers.
-
-        Returns:
-            The requests whose load has arrived; and the requests whose load failed on
-            any worker, or whose keys were rewritten meanwhile.
-
-        Raises:
-            ValueError: A report is not of a load in flight. Then nothing changes.
-        """
+        """Apply reports; return requests that may use their load, and the others."""
         self.in_flight.check(reports)
         ended = self.in_flight.report(reports)
         answers: tuple[list[str], list[str]] = [], []
@@ -311,13 +294,7 @@ def find_targets(
     block_ids: Sequence[Sequence[int]],
     num_tokens: int,
 ) -> Ids:
-    """Return the targets i32[r, m] of a load up to the token `num_tokens`.
-
-    `block_ids` are the request's device blocks, for each group.
-
-    Raises:
-        ValueError: A block table lacks a block to load into, or has it twice.
-    """
+    """Return the targets i32[r, m] of a load up to `num_tokens`, in blocks by group."""
     tables = [np.array(ids, np.int32) for ids in block_ids]
 
     indices = load.row_indices
@@ -362,10 +339,8 @@ def mark_skipped(
     The next token does not read them: they are outside the window, in another chunk,
     or hold older states. So they are neither loaded nor computed. Of the blocks in
     `tables`, exactly these are `unwritten` in the pool afterwards. A request that
-    already runs (`num_local` is None) has none.
-
-    Returns:
-        The tables, with NULL_BLOCK for such blocks after the first `num_local` tokens.
+    already runs (`num_local` is None) has none. Return the tables, with NULL_BLOCK for
+    such blocks after the first `num_local` tokens.
     """
     if num_local is None:
         return [list(table) for table in tables]

@@ -48,11 +48,7 @@ class Places:
     def admit(
         self, name: str, tables: Sequence[list[int]], num_found: Sequence[int]
     ) -> list[int]:
-        """Give blocks to a request, except the first ones of each group, found cached.
-
-        Returns:
-            The blocks that were given.
-        """
+        """Give blocks to a request, except those found cached; return the blocks."""
         pairs = zip(tables, num_found, strict=True)
         given = [block for table, num in pairs for block in table[num:]]
         now = self.give(given)

@@ -124,11 +124,7 @@ def check_rates(**rates: float) -> None:
 
 
 def checked_rates(rates: float | Sequence[float], num_tiers: int) -> Sequence[float]:
-    """Return a rate for each tier below the host; a single rate is the last tier's.
-
-    Raises:
-        ValueError: There is not one rate per tier, or one is not a number >= 0.
-    """
+    """Return a rate for each tier below the host; a single rate is the last tier's."""
     storage_bytes_per_s = rates
     if not isinstance(rates, Sequence):
         check_rates(storage_bytes_per_s=rates)
@@ -374,11 +370,8 @@ def find_probe(
     """Choose the keys of a probe: blocks that no tier is known to have.
 
     They belong to the longest prefix that the tiers would have if the lower tier had
-    all blocks except those that it reported missing.
-
-    Returns:
-        The runs of keys and the wait in seconds, or None for no probe; and the gate's
-        judgement if it declines the fetch of these blocks.
+    all blocks except those that it reported missing. Return the runs of keys and the
+    wait in seconds, or None; and the gate's judgement if it declines their fetch.
     """
     boundary, factor = query.boundary, query.boundary.factor
     missing = _find_missing(query, request_id)

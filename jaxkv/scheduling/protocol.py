@@ -70,11 +70,7 @@ class Request(Protocol):
 
 
 def tables_by_group(table: BlockTable, num_groups: int) -> list[list[int]]:
-    """Return a block table as one list for each group of layers.
-
-    Raises TypeError if it is not a list or an array, and ValueError if it does not have
-    one list per group.
-    """
+    """Return a block table as one list for each group; raise if it is none."""
     items = _items_of(table)
     if not items:
         return [[] for _ in range(num_groups)]
@@ -255,6 +251,8 @@ class OffloadMetadata:
             loaded. Empty to report all requests together.
         below: The moves to and from tiers below the host, one per tier with moves.
         strict: The facts that strict mode checks; None otherwise. Not in `digest`.
+        settings: What the scheduler decides by, in its first plan only. The worker
+            refuses a plan whose settings differ from its own or another process's.
     """
 
     load_event: int
@@ -268,6 +266,7 @@ class OffloadMetadata:
     load_sizes: tuple[int, ...] = ()
     below: tuple[TierMoves, ...] = ()
     strict: Any = None
+    settings: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
 
     @property
     def is_nothing(self) -> bool:
@@ -283,25 +282,20 @@ class OffloadMetadata:
         Args:
             before: The digest of the previous step.
         """
-        hasher = hashlib.sha256(before)
-        requests = self.load_event_to_reqs.get(self.load_event, ())
-        for ids in (
-            (self.load_event, self.store_event, len(requests)),
-            (self.need_flush,),
-            self.load_device_blocks,
-            self.load_host_blocks,
-            self.store_device_blocks,
-            self.store_host_blocks,
-            self.load_sizes,
-        ):
-            hasher.update(len(ids).to_bytes(8, "little"))
-            hasher.update(np.array(ids, "<i8").tobytes())
-        for request_id in requests:
-            name = request_id.encode("utf-8", "surrogatepass")
-            hasher.update(len(name).to_bytes(8, "little") + name)
-        if self.below:
-            hasher.update(repr(self.below).encode())
-        return hasher.digest()
+        return hashlib.sha256(before + repr(self.facts()).encode()).digest()
+
+    def facts(self) -> dict[str, str]:
+        """Return each field as text: for blocks and ids, their number and a digest."""
+        facts = {}
+        for name, value in vars(self).items():
+            facts[name] = str(value)
+            if isinstance(value, tuple | Mapping) and value:
+                is_numbers = isinstance(value, tuple) and name != "below"
+                text = str([*map(int, value)]) if is_numbers else repr(value)
+                digest = hashlib.sha256(text.encode("utf-8", "surrogatepass"))
+                facts[name] = f"{len(value)} ({digest.hexdigest()[:32]})"
+        del facts["strict"], facts["settings"]
+        return facts
 
 
 NO_MOVES = OffloadMetadata(NO_EVENT, (), (), {}, NO_EVENT, (), (), need_flush=False)

@@ -125,12 +125,7 @@ class Requests:
         self._has_keys: dict[type, bool] = {}
 
     def check(self, request: Request) -> str:
-        """Check the attributes that every call reads; return the request's id.
-
-        Raises:
-            TypeError: An attribute is missing or has the wrong type.
-            ValueError: A number is negative or too large.
-        """
+        """Check the attributes that every call reads; return the request's id."""
         has_keys = self._has_keys.get(type(request))
         if has_keys is None:
             has_keys = self._num_groups > 1 or hasattr(type(request), "block_keys")
@@ -163,12 +158,7 @@ class Requests:
             )
 
     def check_stores(self, request: Request) -> tuple[int, int]:
-        """Check the attributes that stores read.
-
-        Returns:
-            How many of the first tokens have certainly been computed, and how many of
-            the first tokens may be stored.
-        """
+        """Return how many first tokens are certainly computed, and may be stored."""
         name = self.check(request)
         num_ahead = getattr(request, "num_output_placeholders", 0)
         if type(num_ahead) is not int or num_ahead < 0:
@@ -208,10 +198,6 @@ class Requests:
         At a lookup or an allocation (`is_admission`), a new request must have the keys
         of all its full blocks or none, and no request may have more. A new request
         whose keys are refused is forgotten.
-
-        Raises:
-            TypeError: There is not one list of keys per group, or a key is not bytes.
-            ValueError: The number of keys does not fit a group's block size.
         """
         name = request.request_id
         is_new = name not in self.by_request

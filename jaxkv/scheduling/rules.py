@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator
 from typing import Literal, TypeAlias, get_args
 
@@ -253,6 +254,19 @@ class OffloadRules(RuleSettings):
             yield Fault(
                 "{skip_slow_loads}=True needs {block_bytes}, a device block's bytes."
             )
+
+
+def settings_of(
+    rules: OffloadRules, num_host_blocks: int, num_storage_blocks: int
+) -> dict[str, str]:
+    """Return, as texts, the version, the sizes and all rules that change decisions."""
+    sizes = {
+        "num_host_blocks": num_host_blocks,
+        "num_storage_blocks": num_storage_blocks,
+    }
+    values = {"version": sys.modules["jaxkv"].__version__, **sizes, **vars(rules)}
+    del values["shadow"], values["log_requests"]
+    return {name: str(value) for name, value in values.items()}
 
 
 def shadow_conflicts(

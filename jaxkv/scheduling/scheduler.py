@@ -60,7 +60,7 @@ from jaxkv.scheduling.record.recording import Recording
 from jaxkv.scheduling.reporting import Reporting
 from jaxkv.scheduling.request_log import RequestSummaries, Summary, log_summary
 from jaxkv.scheduling.requests import Requests, retention_of, stop_of
-from jaxkv.scheduling.rules import OffloadRules, check_groups
+from jaxkv.scheduling.rules import OffloadRules, check_groups, settings_of
 from jaxkv.scheduling.stats import Delays, OffloadStats
 from jaxkv.scheduling.stores import NO_STORES, Stores, StoreSteps
 from jaxkv.scheduling.whatif.auto import CANDIDATES, rules_of_auto
@@ -74,9 +74,10 @@ from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.executors import ExecutorName
 from jaxkv.tiers.index import BlockIndex
 from jaxkv.tiers.pools import DevicePool
-from jaxkv.types import BlockKey
+from jaxkv.types import NO_BLOCK, BlockKey
 
 _LIST_POLL_S = 1e-3
+_MAX_COUNTED_ROWS = 64
 
 
 class OffloadScheduler(Reporting):
@@ -196,6 +197,13 @@ class OffloadScheduler(Reporting):
 
         self.delays, self.recorder = Delays(clock), recorder
         policy = cache_policy if isinstance(cache_policy, str) else None
+        # Empty once the first plan has carried them.
+        self._settings = settings_of(rules, num_host_blocks, num_storage_blocks) | {
+            "groups": str(groups),
+            "cache_policy": policy or type(cache_policy).__name__,
+            "executor": executor,
+            "tiers_below": str(len(self.below)),
+        }
         self._whatif = WhatIf(host, policy)
         if is_auto or rules.shadow is not None:
             deps = host, policy, rules, self._stats, self._gate, self._book, executor
@@ -448,6 +456,11 @@ class OffloadScheduler(Reporting):
         self._stats.count_request(request, num_local, num_external)
         requests.begin(request, keys)
         used = requests.row_keys(keys)
+        if num_local is not None and len(self.groups) == 1 and self._is_all_read:
+            first = (num_local + num_external) // host.block_size
+            after = host.find(used[first : first + _MAX_COUNTED_ROWS]) != NO_BLOCK
+            if not after.all():  # None is found past the first that the host lacks.
+                self._stats.num_headless += int(after[after.argmin() :].sum())
         for boundary in self.below:
             boundary.note_asked(used)
         host.count_lookup(used)
@@ -508,9 +521,13 @@ class OffloadScheduler(Reporting):
         for boundary in self.below:
             if (move := boundary.issue()) is not None:
                 below += (move,)
-        if loading is NO_LOADS and storing is NO_STORES and not (need_flush or below):
+        has_more = need_flush or below or self._settings
+        if loading is NO_LOADS and storing is NO_STORES and not has_more:
             return NO_MOVES  # The case in most steps.
-        return OffloadMetadata(**loading, **storing, need_flush=need_flush, below=below)
+        more: Any = {"need_flush": need_flush, "below": below}
+        if self._settings:
+            more["settings"], self._settings = self._settings, {}
+        return OffloadMetadata(**loading, **storing, **more)
 
     def _budget(self) -> Budget:
         in_flight = self._loads.in_flight.num_blocks + self._stores.in_flight.num_blocks

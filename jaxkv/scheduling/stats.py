@@ -45,6 +45,9 @@ class OffloadStats:
     # (`OffloadRules.store_threshold`, `max_unseen_blocks`).
     num_skipped: int = 0
     num_declined: int = 0  # Host blocks that the cache policy did not store.
+    # Host blocks of new requests, at most 64 each, that an earlier one's loss made
+    # useless; of one group with full attention.
+    num_headless: int = 0
     num_paused: int = 0  # Blocks not stored because of `pause_unused_stores`.
     num_evicted: int = 0  # Host blocks that were evicted to make room for others.
     num_loads: int = 0  # Loads that arrived, each for one request.

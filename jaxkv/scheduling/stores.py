@@ -191,10 +191,8 @@ class Stores:
         Rows that the device does not hold, or that the host has, need no place. If the
         offer begins with the first block of a prefix (`is_head`), the host also evicts
         its tail first. No block of `head`, the keys before the offer, is evicted.
-
-        Returns:
-            How many of the first rows are placed or need no place, and whether the
-            device holds all rows.
+        Return how many first rows are placed or need no place, and whether the device
+        holds all rows.
         """
         num = len(offer.keys)
         if not num:
@@ -300,13 +298,7 @@ class Stores:
         return sources
 
     def issue(self, budget: Budget) -> dict[str, Any]:
-        """Issue waiting stores, first in first out, within the budget.
-
-        A row larger than the whole budget is issued if nothing else is in flight.
-
-        Returns:
-            The fields of `OffloadMetadata` for stores.
-        """
+        """Issue waiting stores within the budget; return `OffloadMetadata`'s fields."""
         waiting = self.waiting
         num_rows = max(budget.num_left // self._factor, not budget.in_flight)
         num = min(len(waiting.keys), num_rows)
@@ -330,10 +322,7 @@ class Stores:
     def report(
         self, pool: DevicePool, reports: Sequence[Report]
     ) -> tuple[list[int], list[int]]:
-        """Apply checked reports; return the events that arrived, and those that failed.
-
-        An event ends once every worker has reported it.
-        """
+        """Apply checked reports; return events that arrived, and those that failed."""
         events: tuple[list[int], list[int]] = [], []
         stats = self.stats
         for store in self.in_flight.report(reports):
@@ -366,10 +355,7 @@ class Stores:
             notify(keys, False)
 
     def void(self, pool: DevicePool, block_ids: Sequence[int]) -> None:
-        """Void the stores of blocks that are about to be overwritten.
-
-        A store in flight may not have read its blocks yet.
-        """
+        """Void stores, in flight too, of blocks that are about to be overwritten."""
         overwritten, factor = set(block_ids), self._factor
         for store in (self.waiting, *self.in_flight.moves.values()):
             if not store.is_stale and not overwritten.isdisjoint(store.sources):

@@ -45,10 +45,7 @@ class _Rows(NamedTuple):
 
 
 def accepts(leaf: Leaf) -> bool:
-    """Whether the kernels can copy blocks of a leaf.
-
-    The last two axes in memory are tiled, and a copy cannot cut a tile.
-    """
+    """Whether the kernels can copy blocks of a leaf: a copy cannot cut a tile."""
     return is_copied(leaf.dtype) and _axis(leaf) < len(leaf.shape) - 2
 
 

@@ -272,10 +272,7 @@ def _address_of(owner: jax.Array | Bytes) -> int:
 
 
 def _distinct(spec: jax.ShapeDtypeStruct) -> list[list[jax.Device]]:
-    """List the devices that have each shard, the shards by where they begin.
-
-    The ids of devices have no meaning for another mesh.
-    """
+    """List the devices that have each shard, the shards by where they begin."""
     shards: dict[tuple[int, ...], list[jax.Device]] = {}
     for device, index in spec.sharding.devices_indices_map(spec.shape).items():
         start = tuple(axis.start or 0 for axis in index)

@@ -79,10 +79,7 @@ def parse_size(
     host_bytes: str | SupportsIndex | None,
     extent_bytes: str | SupportsIndex | None,
 ) -> tuple[int | None, int | None, int | None]:
-    """Parse an engine's arguments for its size; see `TransferEngine`.
-
-    ValueError if none or both of the first two are given, or one is not a size.
-    """
+    """Parse an engine's arguments for its size; see `TransferEngine`."""
     if (num_host_blocks is None) == (host_bytes is None):
         raise ValueError(
             f"one of num_host_blocks={shown(num_host_blocks)} and "
@@ -120,10 +117,7 @@ def _extent_blocks(
     best_bytes: int,
     max_blocks: int,
 ) -> int:
-    """Choose how many host blocks an extent holds, by default `best_bytes` of them.
-
-    A small tier has small extents, so that some can be spare.
-    """
+    """Choose how many host blocks an extent holds, fewer in a small tier."""
     if target_bytes is None:
         share = host_block_bytes * num_host_blocks // _MIN_EXTENTS
         target_bytes = min(best_bytes, max(_MIN_EXTENT_BYTES, share))

@@ -74,10 +74,7 @@ def transfer_pairs(
     blocks_per_host_block: int,
     may_share: bool,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Check the ids of both sides of a transfer; return i32[n, m] and i32[n].
-
-    See `device_block_ids` and `host_ids_of`.
-    """
+    """Check the ids of both sides of a transfer; return i32[n, m] and i32[n]."""
     device = device_block_ids(
         device_ids, num_device_blocks, blocks_per_host_block, may_share
     )

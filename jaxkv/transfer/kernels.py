@@ -505,10 +505,7 @@ class Copier:
 
 
 def _new_jit(function: Callable[..., Any], **options: Any) -> jax.stages.Wrapped:
-    """Return ``jax.jit(function)``, which will trace even what jax has traced before.
-
-    What is traced depends on the kernel, and so differs once that has been refused.
-    """
+    """Return ``jax.jit(function)``, which also traces what jax has traced before."""
     return jax.jit(functools.partial(function), **options)
 
 

@@ -190,10 +190,7 @@ class PoolLayout:
         ]
 
     def flatten(self, pool: PyTree) -> list[jax.Array]:
-        """Return the leaves of `pool`; ValueError if it has another layout.
-
-        RuntimeError if its arrays have been deleted or donated.
-        """
+        """Return the leaves of `pool`; raise for another layout, or deleted arrays."""
         arrays: list[jax.Array]
         try:
             arrays = self.treedef.flatten_up_to(pool)
@@ -256,10 +253,7 @@ class PoolLayout:
         return any(leaf.layout is not None for leaf in self.leaves)
 
     def _look_as_before(self, arrays: list[Any]) -> bool:
-        """Whether arrays are known to have this layout, without a look at each.
-
-        Steps return arrays whose avals and shardings are the same objects each time.
-        """
+        """Whether arrays are known to have this layout, without a look at each."""
         if not self._accepted:
             return False
         types, avals, shardings = self._accepted[0]

@@ -151,10 +151,7 @@ def available_host_bytes(
 
 
 def device_bytes_left(devices: Iterable[jax.Device]) -> int | None:
-    """Return the free memory of the fullest of some devices, in bytes.
-
-    None if it is unknown, such as on the CPU backend.
-    """
+    """Return the free bytes of the fullest of some devices; None if unknown."""
     left = [
         stats["bytes_limit"] - stats.get("bytes_in_use", 0)
         for device in devices

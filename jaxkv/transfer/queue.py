@@ -422,10 +422,7 @@ class TransferQueue:
         return None
 
     def _place(self, transfer: Transfer) -> tuple[Placement, SavePlan] | None:
-        """Find a place for the next piece of a save or write.
-
-        None without room, or if all its blocks were given to other transfers.
-        """
+        """Find a place for the next piece of a save or write, if there is one."""
         ids, device_ids = transfer.host_ids, transfer.device_ids
         if len(transfer.todo) < len(ids):
             ids, device_ids = ids[transfer.todo], device_ids[transfer.todo]
@@ -558,10 +555,7 @@ class TransferQueue:
                 piece.watched = [token]
 
     def _split(self, pieces: list[_P]) -> Iterator[list[_P]]:
-        """Split pieces into groups, each for one program.
-
-        A program that carries rows over, as for the last piece, is for one extent.
-        """
+        """Split pieces into groups, each for one program; one that carries is alone."""
         left = collections.deque(pieces)
         while left:
             is_last = isinstance(pieces[-1], SavePiece) and (

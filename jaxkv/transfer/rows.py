@@ -176,9 +176,6 @@ def _is_wide(leaf: jax.Array, axis: int, platform: str) -> bool:
 
 
 def _past_the_end(targets: jax.Array, num_blocks: int) -> jax.Array:
-    """Replace each NOTHING by an id that a scatter drops.
-
-    They must be distinct, too, and -1 would wrap around to the last block.
-    """
+    """Replace each NOTHING by a distinct id that a scatter drops; -1 would wrap."""
     past = num_blocks + jnp.arange(targets.size, dtype=targets.dtype)
     return jnp.where(targets == NOTHING, past, targets)

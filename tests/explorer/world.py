@@ -274,6 +274,8 @@ class World:
             )
         scheduler = self.scheduler
         scheduler.bind_device_block_pool(self.pool)
+        # The first plan carries the settings, and moves nothing.
+        assert scheduler.build_connector_meta(SchedulerOutput({})).is_nothing
         self.rates = 0
         if setup.rates:
             scheduler.note_rates(*setup.rates[0])

@@ -1,14 +1,18 @@
 """Several hosts of one engine, without vLLM: what each reports, and what it moves."""
 
+import dataclasses
+import re
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import pytest
 
-from jaxkv import ConnectorOutput
+from jaxkv import ConnectorOutput, OffloadWorker, TransferEngine
 from jaxkv.integrations.vllm.config import ConnectorConfig
 from jaxkv.integrations.vllm.hosts import num_hosts
 from jaxkv.integrations.vllm.worker import WorkerReport
-from jaxkv.scheduling.protocol import TierReport
+from jaxkv.scheduling.protocol import NO_MOVES, TierReport
+from jaxkv.scheduling.worker.worker import PlanMismatchError
 from tests.rigs.fake_vllm import make_configs
 from tests.transfer.test_processes import run
 
@@ -49,6 +53,44 @@ JOINED = [
 def test_reports_of_two_hosts_are_joined(field, first, second, both):
     joined = report(**{field: first}).aggregate(report(**{field: second}))
     assert joined == report(**{field: both})
+
+
+@pytest.mark.parametrize(
+    ("extra", "name"),
+    [
+        ({"eviction_policy": "arc"}, "cache_policy"),
+        ({"num_cpu_blocks": 8}, "num_host_blocks"),
+        ({"store_threshold": 2}, "store_threshold"),
+        ({"compression": "int8"}, "compression"),
+        ({"staging_bytes": "1GiB"}, "staging_bytes"),
+        ({"storage": "file:///another"}, "storage url"),
+        ({"storage_namespace": "other weights"}, "namespace"),
+        ({"storage_secret": "another secret, as long"}, "secret's digest"),
+    ],
+)
+def test_a_host_whose_worker_has_other_settings_is_refused(monkeypatch, extra, name):
+    """Such as by another environment; a secret is in no message."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    common = {
+        "num_cpu_blocks": 16,
+        "storage": "file:///store",
+        "storage_bytes": 1 << 20,
+        "storage_namespace": "weights",
+        "storage_secret": "a secret of some length",
+    }
+    ours, theirs = (
+        ConnectorConfig.of(*make_configs(extra=common | more)).settings
+        for more in ({}, extra)
+    )
+    assert {key for key in ours if ours[key] != theirs[key]} == {name}
+    pool = jnp.zeros((4, 4))
+    worker = OffloadWorker(TransferEngine(pool, int(ours["num_host_blocks"])))
+    worker.settings |= ours
+    meta = dataclasses.replace(NO_MOVES, settings=theirs)
+    text = f"{name} is {ours[name]} in this worker, and {theirs[name]} in its scheduler"
+    with pytest.raises(PlanMismatchError, match=re.escape(text)):
+        worker.start(meta, pool)
+    assert "secret of" not in str(ours) + str(theirs)
 
 
 def placed(*bundles):

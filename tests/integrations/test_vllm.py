@@ -26,6 +26,7 @@ from jaxkv.integrations.vllm.scheduler import (
 )
 from jaxkv.observe.metrics import OffloadMetrics
 from jaxkv.scheduling.protocol import NO_REPORTS, ConnectorOutput
+from jaxkv.scheduling.worker.worker import PlanMismatchError
 from jaxkv.search.groups import FullAttention
 from jaxkv.tools.replay.traces import read_trace
 from jaxkv.transfer import limits
@@ -475,7 +476,8 @@ def learn(picture, events):
         assert len(event.extra_keys) == len(event.block_hashes)
         parent = event.parent_block_hash
         for n, key in enumerate(event.block_hashes):
-            tokens = event.token_ids[n * BLOCK_SIZE : (n + 1) * BLOCK_SIZE]
+            start, size = n * event.block_size, event.block_size
+            tokens = event.token_ids[start : start + size]
             lora = event.lora_id, event.lora_name
             picture[event.group_idx, key] = parent, tokens, lora, event.extra_keys[n]
             parent = key
@@ -496,6 +498,7 @@ def test_a_router_can_place_the_host_events_by_tokens_parents_and_groups(
     newest, options
 ):
     engine = Engine(**options)
+    num_blocks = options.get("extra", {}).get("blocks_per_chunk", 1)
     lora = SimpleNamespace(adapter_id=7, name="my-adapter")
     requests = [
         Request("one", range(19), 14),  # Its answer fills blocks, too.
@@ -508,21 +511,24 @@ def test_a_router_can_place_the_host_events_by_tokens_parents_and_groups(
     stored = [event for event in engine.events if isinstance(event, BlockStored)]
     learn(picture, stored)
     assert {(e.medium, e.locality, e.block_size) for e in stored} == {
-        ("CPU", "LOCAL", BLOCK_SIZE)
+        ("CPU", "LOCAL", num_blocks * BLOCK_SIZE)
     }
     assert {group for group, _ in picture} == set(range(num_groups))
     expected = {}
     for request in requests:
-        hashes, is_adapted = request.block_hashes, request.lora_request is not None
+        # A host block is found by the hash of its last device block only.
+        hashes = request.block_hashes[num_blocks - 1 :: num_blocks]
+        is_adapted, size = request.lora_request is not None, num_blocks * BLOCK_SIZE
         for n, key in enumerate(hashes):
             expected[key] = (
                 hashes[n - 1] if n else None,
-                request.tokens[n * BLOCK_SIZE : (n + 1) * BLOCK_SIZE],
+                request.tokens[n * size : (n + 1) * size],
                 (7, "my-adapter") if is_adapted else (None, None),
                 ("my-adapter", "tenant")[: 1 if n else 2] if is_adapted else None,
             )
     assert all(seen == expected[key] for (_, key), seen in picture.items())
-    assert {key for _, key in picture} >= set(requests[1].block_hashes[:8])
+    found = requests[1].block_hashes[num_blocks - 1 : 8 : num_blocks]
+    assert {key for _, key in picture} >= set(found)
     assert {(e.group_idx, e.kv_cache_spec_kind) for e in stored} == {
         (0, "full_attention"),
         (1, "sliding_window"),
@@ -597,6 +603,14 @@ def test_a_request_whose_input_streams_loads_its_own_kv(newest, windows):
     assert engine.scheduler.num_external_tokens > 0
     assert request.tokens == reference([*prompt, *streamed], 20)
     engine.check_nothing_leaked()
+
+
+def test_a_worker_with_other_settings_than_its_scheduler_is_refused(newest):
+    engine = Engine()
+    engine.runner.connector._worker._worker.settings["compression"] = "int8"
+    text = "compression is int8 in this worker, and None in its scheduler"
+    with pytest.raises(PlanMismatchError, match=text):
+        engine.run(Request("first", range(18), 1))
 
 
 def test_without_events_nothing_is_kept_for_them(newest):

@@ -72,28 +72,36 @@ def test_the_catalogue_knows_held_blocks_and_the_newest_spare_ones():
         BlockCatalog(max_spare=-1)
 
 
-def test_a_block_is_removed_with_the_parts_it_was_stored_with():
+def test_a_block_of_several_is_known_if_all_its_device_blocks_are():
     """A block of the host or the store has two device blocks, and the second's key."""
-    catalog, later = BlockCatalog(), []
+    catalog, later = BlockCatalog(max_spare=0), []
     keys = KeyChain(SPACE, record=later.append).extend(range(6))
-    for block in later[:2]:
-        catalog.record(block)
-    both = [
-        OffloadingEvent([keys[1], keys[2]], 4, medium, removed=False)
-        for medium in (HOST_MEDIUM, STORAGE_MEDIUM)
-    ]
-    device_keys = [keys[0], keys[1], keys[2]]
-    for event in both:
-        assert catalog.device_keys(event) == device_keys
-        catalog.note(event)
-    catalog.record(later[2])  # Whose second part is known now.
-    removals = [dataclasses.replace(event, removed=True) for event in both]
-    assert catalog.device_keys(removals[0]) == device_keys
-    catalog.note(removals[0])
-    assert catalog.device_keys(removals[1]) == device_keys
-    assert [len(catalog.held(e.medium)) for e in both] == [0, 3]
+    event = OffloadingEvent(keys[1::2], 4, HOST_MEDIUM, removed=False)
+    below = dataclasses.replace(event, medium=STORAGE_MEDIUM)
+    assert catalog.blocks_of(keys[1], event) == ()
+    catalog.note(stored(*keys[:2], medium=DEVICE_MEDIUM))
+    catalog.record(later[1])
+    assert catalog.blocks_of(keys[1], event) == ()
+    catalog.record(later[0])
+    for stored_event in (event, below):
+        assert catalog.blocks_of(keys[1], stored_event) == (later[0], later[1])
+        catalog.note(stored_event)
+    assert catalog.blocks_of(keys[1], dataclasses.replace(event, block_size=4))
+    # The other tiers keep the first device block, which the device has lost.
+    catalog.note(removed(*keys[:2], medium=DEVICE_MEDIUM))
+    assert catalog.find(keys[0]) is None
+    assert catalog.blocks_of(keys[1], event) == (later[0], later[1])
+    catalog.note(dataclasses.replace(event, removed=True))
+    assert catalog.blocks_of(keys[1], event) == ()
+    assert catalog.blocks_of(keys[1], below) == (later[0], later[1])
     catalog.note(OffloadingEvent([], 4, STORAGE_MEDIUM, removed=True))
-    assert catalog.device_keys(removals[1]) == [keys[1], keys[2]]
-    # Only what lies on the host has parts, all of one size.
-    assert catalog.device_keys(dataclasses.replace(both[0], block_size=5)) == keys[1:]
-    assert catalog.device_keys(stored(keys[1], medium=DEVICE_MEDIUM)) == [keys[1]]
+    assert [len(catalog.held(e.medium)) for e in (event, below)] == [0, 0]
+    assert len(catalog) == 0
+    # A block of another number of tokens is not made of whole device blocks.
+    catalog = BlockCatalog()
+    for block in later:
+        catalog.record(block)
+    assert catalog.blocks_of(keys[1], dataclasses.replace(event, block_size=5)) == ()
+    assert catalog.blocks_of(keys[1], stored(keys[1], medium=DEVICE_MEDIUM)) == (
+        later[1],
+    )

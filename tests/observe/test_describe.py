@@ -113,11 +113,11 @@ def test_unknown_blocks_have_no_tokens_and_are_counted(catalog):
     keys = chain(catalog, range(4))
     [published, removals] = tell(
         catalog,
-        stored(b"foreign", b"other", *keys, b"third", block_size=16),
+        stored(b"foreign", b"other", *keys, b"third", block_size=2),
         removed(b"other", keys[1], medium=HOST_MEDIUM),
     )
     assert published[0] == BlockStored(
-        [b"foreign", b"other"], None, [], 16, None, "CPU", None
+        [b"foreign", b"other"], None, [], 2, None, "CPU", None
     )
     assert published[1].token_ids == [0, 1, 2, 3]
     assert published[2].block_hashes == [b"third"]

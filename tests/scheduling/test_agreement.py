@@ -5,20 +5,25 @@ import contextlib
 import dataclasses
 import gc
 import itertools
+import random
 import threading
+import time
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxkv import OffloadWorker, TransferEngine
+from jaxkv import DeviceBlockPool, OffloadScheduler, OffloadWorker, TransferEngine
 from jaxkv.scheduling.protocol import (
     NO_EVENT,
+    NO_MOVES,
     ConnectorOutput,
     OffloadMetadata,
+    SchedulerOutput,
     TierReport,
 )
+from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.worker.exchange import Exchange, open_exchanges
 from jaxkv.scheduling.worker.storage_worker import StorageWorker
 from jaxkv.scheduling.worker.tier_agreement import KEYS_PER_STEP, TierAgreement
@@ -127,15 +132,18 @@ def run(monkeypatch, store):
     # Each process has programs of its own: some of them fail.
     monkeypatch.setattr("jaxkv.transfer.engine.copier_of", kernels.CopierSpec.make)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    local = threading.local()
+    local, num_runs = threading.local(), 0
 
     def open_some(timeout_s, topics):
         place = local.number, local.num_processes
-        return [Exchange(store, *place, topic, timeout_s) for topic in topics]
+        run = f"run {num_runs}"
+        return [Exchange(store, *place, f"{run} {t}", timeout_s) for t in topics]
 
     monkeypatch.setattr("jaxkv.scheduling.worker.worker.open_exchanges", open_some)
 
     def run(body, num_processes=2, **options):
+        nonlocal num_runs
+        num_runs += 1
         results = [None] * num_processes
 
         def run_one(number):
@@ -351,6 +359,152 @@ def test_processes_that_start_other_transfers_are_named(run):
 
     for number, text in enumerate(run(body)):
         assert f"in step 1 processes [{1 - number}] started other transfers" in text
+        values = f"is {4 + number} in process {number}, and {5 - number} in process"
+        assert f"store_event {values} {1 - number}" in text
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_a_plan_that_differs_in_one_block_is_noticed_when_it_is_due(
+    run, direction, place
+):
+    def body(process):
+        process.step(store=(1, 0), event=1)
+        process.drain()
+        blocks = {"device": (2 + process.number, 0), "host": (2, 7 * process.number)}
+        if direction == "load" and place == "host":  # Both have been stored.
+            process.step(store=(3, 7), event=2)
+            process.drain()
+        process.step(**{direction: blocks[place]}, event=3)
+        with pytest.raises(PlanMismatchError, match=f"{direction}_{place}_blocks"):
+            process.drain()
+
+    assert run(body) == [None, None]
+
+
+def test_a_move_below_the_host_that_differs_in_one_block_is_noticed(store):
+    with exchanging(store) as ends:
+        agreements = [TierAgreement(end, 2) for end in ends]
+        for number, agreement in enumerate(agreements):
+            agreement.send([], 1, {"below": f"1 (digest {number})"})
+        for agreement in agreements:
+            with pytest.raises(PlanMismatchError, match="below is 1"):
+                agreement.receive(1)
+
+
+# Another value of each setting, and what it needs.
+RULES = {
+    "mode": "lazy",
+    "max_num_batched_tokens": 128,
+    "world_size": 2,
+    "blocks_per_host_block": 2,
+    "store_threshold": 2,
+    "max_unseen_blocks": 9,
+    "prompt_only": True,
+    "max_offload_tokens": 64,
+    "delay_shared_loads": True,
+    "max_blocks_in_flight": 4,
+    "store_batch_blocks": 3,
+    "store_max_wait_steps": 2,
+    "pause_unused_stores": True,
+    "skip_slow_loads": True,
+    "keep_heads": True,
+    "flush_on_preemption": True,
+    "storage_write": "through",
+    "max_storage_blocks": 64,
+    "storage_probe_s": 0.5,
+    "retention": True,
+    "block_bytes": 128,
+}
+SCHEDULER = {
+    "groups": 2,
+    "num_host_blocks": NUM_BLOCKS - 1,
+    "num_storage_blocks": 16,
+    "cache_policy": "arc",
+    "executor": "xla",
+}
+WORKER = {"report_after_steps": 3, "check_plans": True}
+PLAIN = {"groups": 4, "num_host_blocks": NUM_BLOCKS}
+
+
+def test_all_rules_that_change_decisions_are_settings():
+    rules = {field.name for field in dataclasses.fields(OffloadRules)}
+    assert {*RULES} == rules - {"shadow", "log_requests"}
+
+
+def plan_of_scheduler(*, rules=None, **options):
+    """The first plan of a scheduler, which moves nothing."""
+    rules = OffloadRules(**{"block_bytes": 64} | (rules or {}))
+    scheduler = OffloadScheduler(**PLAIN | options, rules=rules)
+    scheduler.bind_device_block_pool(DeviceBlockPool(NUM_BLOCKS))
+    output = SchedulerOutput({})
+    meta = scheduler.build_connector_meta(output)
+    assert scheduler.build_connector_meta(output) is NO_MOVES
+    return meta
+
+
+@pytest.mark.parametrize("checks", [False, True], ids=["due", "check_plans"])
+def test_processes_that_differ_in_one_setting_are_told_which_and_both_values(
+    run, checks
+):
+    """Even if their plans are equal, or one has no transfer at all."""
+    plain = plan_of_scheduler()
+    plans = {name: plan_of_scheduler(rules={name: RULES[name]}) for name in RULES}
+    plans |= {name: plan_of_scheduler(**{name: SCHEDULER[name]}) for name in SCHEDULER}
+    newer = {**plain.settings, "version": "9.0"}
+    plans["version"] = dataclasses.replace(plain, settings=newer)
+    for name, meta in plans.items():
+        assert meta.settings[name] != plain.settings[name]
+        differing = {
+            key for key in meta.settings if meta.settings[key] != plain.settings[key]
+        }
+        assert differing - {"tiers_below"} == {name}
+    rng = random.Random(3)
+    names = ["num_device_blocks", "storage", "host block", *WORKER, *plans]
+    for name in names:
+        other, lonely = rng.randrange(3), rng.randrange(3)
+
+        def body(process, name=name, other=other, lonely=lonely):
+            meta, is_other = plain, process.number == other
+            if is_other and name in plans:
+                # The worker has the same value as its scheduler.
+                for key in (name, "tiers_below"):
+                    process.worker.settings[key] = plans[name].settings[key]
+                meta = plans[name]
+            elif is_other:
+                process.worker.settings[name] = "another"
+            process.step(meta=meta)
+            for number in range(1000):
+                moves = {"store": (1, 0), "event": 0} if number == 0 else {}
+                process.step(**moves if process.number == lonely else {})
+                time.sleep(0.001)
+
+        own = plans[name].settings[name] if name in plans else "another"
+        errors = run(body, 3, check_plans=checks)
+        for number, error in enumerate(errors):
+            assert isinstance(error, PlanMismatchError), (name, error)
+            assert f"{name} is " in str(error)
+            assert f"{own} in process {other}" in str(error), (name, number)
+
+
+def test_a_scheduler_of_other_sizes_than_its_worker_is_refused(run, monkeypatch):
+    engine = TransferEngine(jnp.zeros((NUM_BLOCKS, 4)), NUM_BLOCKS)
+    monkeypatch.setattr(jax, "process_count", lambda: 1)
+    worker, pool = OffloadWorker(engine), jnp.zeros((NUM_BLOCKS, 4))
+    for name, meta, value in (
+        ("num_host_blocks", plan_of_scheduler(num_host_blocks=7), 7),
+        (
+            "blocks_per_host_block",
+            plan_of_scheduler(rules={"blocks_per_host_block": 2}),
+            2,
+        ),
+        ("tiers_below", plan_of_scheduler(num_storage_blocks=16), 1),
+    ):
+        own = worker.settings[name]
+        text = f"{name} is {own} in this worker, and {value} in its scheduler"
+        with pytest.raises(PlanMismatchError, match=text):
+            worker.start(meta, pool)
+    worker.start(plan_of_scheduler(), pool)
 
 
 def test_differing_plans_are_refused_before_anything_is_started(run):
@@ -366,7 +520,9 @@ def test_differing_plans_are_refused_before_anything_is_started(run):
         assert f"in step 2 processes [{1 - number}] planned other" in str(error)
 
 
-def test_old_keys_are_deleted_and_steps_without_transfers_send_nothing(run, store):
+def test_old_keys_are_deleted_and_steps_without_transfers_send_only_settings(
+    run, store
+):
     def body(process):
         for number in range(num_steps):
             process.step(**{"store": (1, 0), "event": number} if moves else {})
@@ -374,7 +530,8 @@ def test_old_keys_are_deleted_and_steps_without_transfers_send_nothing(run, stor
 
     num_steps, moves = 5, False
     assert run(body) == [None, None]
-    assert store.max_keys == 0
+    assert store.max_keys == 2
+    store.values.clear()
     num_steps, moves = 40, True
     assert run(body, 3, report_after_steps=1, check_plans=True) == [None] * 3
     # Per exchange (two) and process (three), the last key and the one before.
@@ -397,7 +554,7 @@ def test_outcomes_are_sent_before_they_are_due(run, store):
             assert heard.wait(TIMEOUT_S)
             return
         assert said.wait(TIMEOUT_S)
-        store.blocking_key_value_get("outcomes/0/1", 10_000)
+        store.blocking_key_value_get("run 1 outcomes/1/1", 10_000)
         # The other is still in the first step.
         outputs = [process.step() for _ in range(3)]
         heard.set()
@@ -481,8 +638,8 @@ def test_a_store_that_is_full_for_one_process_is_full_for_all(store):
     with exchanging(store) as ends:
         agreements = [TierAgreement(end, 2) for end in ends]
         for agreement, num_full in zip(agreements, (3, 5), strict=True):
-            agreement.send([TierReport(num_full=num_full)], 1)
-            agreement.send([], 2)
+            agreement.send([TierReport(num_full=num_full)], 1, {})
+            agreement.send([], 2, {})
         for agreement in agreements:
             assert agreement.receive(1) == (TierReport(num_full=5),)
             assert agreement.receive(2) == ()

@@ -307,3 +307,25 @@ def test_a_sliding_window_has_a_block_at_several_positions():
     rig.step()
     rig.load_arrives()
     rig.end()
+
+
+@pytest.mark.parametrize("keep_heads", [False, True])
+def test_blocks_of_the_host_without_their_heads_are_counted(keep_heads):
+    """They were stored, and no counter showed that none of them could be found."""
+    rig = make_rig(host_blocks=6, keep_heads=keep_heads)
+    request = rig.request("long", *range(9))
+    rig.admit(request)
+    for _ in range(5):
+        rig.step(long=2)
+        while rig.stores:
+            rig.store_arrives()
+    rig.finish("long")
+    rig.settle()
+    rig.forget_device()
+    again = rig.request("again", *range(9))
+    is_held = [rig.host_tier.find([key])[0] != NO_BLOCK for key in again.block_keys]
+    assert any(is_held)
+    num_found = is_held.index(False)
+    rig.run(again)
+    assert rig.scheduler.stats.num_headless == sum(is_held[num_found:])
+    assert (sum(is_held[num_found:]) == 0) == keep_heads

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import OffloadWorker, TransferEngine
-from jaxkv.scheduling.protocol import NO_EVENT, OffloadMetadata
+from jaxkv import DeviceBlockPool, OffloadScheduler, OffloadWorker, TransferEngine
+from jaxkv.scheduling.protocol import NO_EVENT, OffloadMetadata, SchedulerOutput
 from jaxkv.scheduling.worker import watchdog
 from jaxkv.scheduling.worker.worker import AgreementError, PlanMismatchError
 
@@ -24,6 +24,7 @@ NUM_DEVICES = 4
 LOAD_AFTER = 4  # Steps from the store of a key to its load
 FAILED_STORE, FAILED_LOAD = 4, 9
 LOST_TIMEOUT_S = 4.0
+SETTINGS_TIMEOUT_S = 60.0
 
 
 @jax.jit
@@ -111,6 +112,23 @@ def differ(worker, pool, process):
     worker.drain(pool)
 
 
+def differ_in_a_setting(engine, pool, process):
+    """Serve with schedulers of which the last has another policy; none has moves."""
+    policy = "arc" if process == jax.process_count() - 1 else "lru"
+    scheduler = OffloadScheduler(4, NUM_HOST_BLOCKS, policy)
+    scheduler.bind_device_block_pool(DeviceBlockPool(NUM_BLOCKS))
+    worker = OffloadWorker(engine, report_after_steps=2)
+    end_s = time.monotonic() + SETTINGS_TIMEOUT_S
+    while time.monotonic() < end_s:
+        meta = scheduler.build_connector_meta(SchedulerOutput({}))
+        try:
+            pool = worker.start(meta, pool)
+        except PlanMismatchError as error:
+            print(error, flush=True)
+            return
+        time.sleep(0.01)
+
+
 def lose_one(engine, pool, process, num_processes, end):
     """Lose the last process; the others have to notice and raise."""
     watchdog._MIN_LIMIT_S = watchdog._MARGIN_S = 1.0  # Everything is compiled.
@@ -177,6 +195,7 @@ def main(address, num_processes, process, end, timeout_s):
     )
     pool = serve(engine, worker, pool, process, num_processes)
     differ(worker, pool, process)
+    differ_in_a_setting(engine, pool, process)
     lose_one(engine, pool, process, num_processes, end)
     leave(process, num_processes, timeout_s)
 

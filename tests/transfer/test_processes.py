@@ -95,6 +95,9 @@ def test_processes_agree_on_failures_and_end_when_one_is_lost(
     for number, text in enumerate(said[:lost_process]):
         peers = re.escape(str([0] if number else [*range(1, num_processes)]))
         assert re.search(rf"processes {peers} planned other transfers", text)
+        assert "store_host_blocks is 1 (" in text
+        values = rf"cache_policy is lru in process {number}, and arc in process "
+        assert f"{values}{lost_process}." in text
         assert text.count("a load has brought the right bytes") >= 5
         if end == "hang":
             # It waits for its own store and raises; or, if the runtime does not

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import importlib
 import math
 import os
@@ -90,6 +91,15 @@ _NOT_SERVED = {
     *("check_plans", "agreement_timeout_s"),
     *(name for name in KEYS if KEYS[name].scope in ("events", "metrics", "strict")),
 }
+
+# Fields that the scheduler and all workers must have in common; a store has its own
+# line, and the others are of one process.
+_COMMON = [
+    name
+    for name in KEYS
+    if name not in (*_NOT_SERVED, *_FILES_OF_ENGINE, "log_requests", "shadow")
+    and not name.startswith(("record", "storage"))
+]
 
 _ALIASES = {field: key for key, field in _RENAMED.items()}
 FIELDS = {
@@ -253,6 +263,17 @@ class ConnectorConfig:
     # Whether a request recomputes the last block of a hit, as the draft model's KV
     # there depends on the next token.
     drops_last_block: bool = False
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Return, as texts, what the schedulers and workers must have in common."""
+        values = {name: getattr(self.offload, name) for name in _COMMON}
+        values |= {"num_host_blocks": self.num_host_blocks, "groups": self.groups}
+        if (store := self.storage) is not None:
+            values |= {"storage url": store.shown_url, "namespace": store.about}
+            secret = f"jaxkv settings {self.offload.storage_secret}".encode()
+            values["secret's digest"] = hashlib.sha256(secret).hexdigest()[:8]
+        return {name: str(value) for name, value in values.items()}
 
     @property
     def rank_host_blocks(self) -> int:
@@ -600,11 +621,7 @@ def _groups_of(kv_cache_config: Any) -> tuple[GroupSpec, ...]:
 
 
 def _check_states(groups: tuple[GroupSpec, ...], offload: OffloadConfig) -> None:
-    """Refuse settings that exclude states.
-
-    A state has a different size from a block of attention, and only some of a prompt's
-    blocks have a state.
-    """
+    """Refuse settings that exclude states, which only some blocks of a prompt have."""
     if not any(isinstance(group, Mamba) for group in groups):
         return
     for name, value, default in (
@@ -677,10 +694,7 @@ def _check_hashes(
 def _block_bytes(
     kv_cache_config: Any, groups: tuple[GroupSpec, ...], num_blocks: int
 ) -> int:
-    """Return the bytes of a device block of all layers, by vLLM's sizes.
-
-    With states, a block has only its group's layers; the largest group counts.
-    """
+    """Return a device block's bytes by vLLM's sizes; the largest one's with states."""
     if any(isinstance(group, Mamba) for group in groups):
         return max(map(_group_bytes, kv_cache_config.kv_cache_groups))
     tensors = kv_cache_config.kv_cache_tensors

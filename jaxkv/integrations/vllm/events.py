@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from jaxkv import Extras, OffloadingEvent
 from jaxkv.integrations.vllm.pool import key_in_group, plain_key, split_key
 from jaxkv.keys.hashing import KeyedBlock
-from jaxkv.observe.catalog import BlockCatalog
+from jaxkv.observe.catalog import BlockCatalog, join_extra_keys
 from jaxkv.search.groups import GroupSpec
 from jaxkv.tiers.base import HOST_MEDIUM
 from jaxkv.tiers.storage import STORAGE_MEDIUM
@@ -34,6 +34,9 @@ class VllmBlock(NamedTuple):
     extras: Extras  # Only the adapter's name.
     extra_keys: tuple[Any, ...] | None  # What the hash covers besides tokens.
     lora_id: int | None
+
+
+_EXTRA_KEYS = attrgetter("extra_keys")
 
 
 class HostEvents:
@@ -54,10 +57,7 @@ class HostEvents:
         self._catalog = BlockCatalog()
 
     def record(self, request: Any, first: int, adapter: bytes = b"") -> None:
-        """Keep the inputs of the keys of a request's blocks, from block `first` on.
-
-        `adapter` is the mark at the end of the keys.
-        """
+        """Keep the inputs of a request's keys, which end with `adapter`'s mark."""
         extra_keys_of = _reader_of_extra_keys(request)
         lora = getattr(request, "lora_request", None)
         extras = Extras(lora_name=lora.name if lora else None)
@@ -91,32 +91,29 @@ class HostEvents:
         from jaxkv.observe.describe import describe
 
         for event in events:
-            if not event.block_hashes:
-                keys = self._catalog.copies(event.medium)
+            if event.removed:
+                keys = event.block_hashes or self._catalog.copies(event.medium)
                 yield from self._removed(event.medium, keys)
-            elif event.removed:
-                yield from self._removed(event.medium, self._catalog.device_keys(event))
             else:
                 for stored in describe(event, self._catalog, self._groups):
-                    yield from self._stored(stored)
+                    yield from self._stored(stored, event)
             self._catalog.note(event)
 
-    def _stored(self, stored: Any) -> Iterator[Any]:
+    def _stored(self, stored: Any, event: OffloadingEvent) -> Iterator[Any]:
         fields = {name: getattr(stored, name) for name in stored.__struct_fields__}
         if not stored.token_ids:  # Unknown blocks, perhaps of several groups.
             for block_hash, group in self._split_all(stored.block_hashes):
                 fields |= {"block_hashes": [_external(block_hash)], "group_idx": group}
                 yield self._make("BlockStored", fields)
             return
-        blocks = cast(
-            list[VllmBlock], list(map(self._catalog.find, stored.block_hashes))
-        )
+        keys = cast(list[BlockKey], stored.block_hashes)
+        rows = [self._catalog.blocks_of(key, event) for key in keys]
         parent = stored.parent_block_hash
         fields |= {
-            "block_hashes": [_external(self._split(block.key)[0]) for block in blocks],
+            "block_hashes": [_external(self._split(key)[0]) for key in keys],
             "parent_block_hash": parent and _external(self._split(parent)[0]),
-            "lora_id": blocks[0].lora_id,
-            "extra_keys": [block.extra_keys for block in blocks],
+            "lora_id": cast(VllmBlock, rows[0][0]).lora_id,
+            "extra_keys": [join_extra_keys(row, _EXTRA_KEYS) for row in rows],
         }
         yield self._make("BlockStored", fields)
 

@@ -88,10 +88,7 @@ def placement(caches: PyTree) -> bytes:
 def _local_layout(
     shape: tuple[int, ...], sharding: jax.sharding.Sharding
 ) -> tuple[tuple[int, ...], jax.sharding.Sharding]:
-    """Return the shape and the sharding of a host's part: its shards in a row.
-
-    They may be apart in the mesh, which is ordered by the chips' links.
-    """
+    """Return the shape and the sharding of a host's part: its shards in a row."""
     devices_of: dict[_Bounds, list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         devices_of.setdefault(_bounds(index, shape), []).append(device)

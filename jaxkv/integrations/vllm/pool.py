@@ -147,10 +147,7 @@ class VllmBlockPool:
     def note_written(
         self, block_ids: BlockIds, *, is_old: bool, mark: bytes = b""
     ) -> None:
-        """Record the request that writes blocks from now on.
-
-        `is_old` says that it continues from KV of old weights; `mark` is its adapter's.
-        """
+        """Record who writes blocks: its adapter, and whether it continues old KV."""
         written = [id(block) for block in self._blocks(block_ids)]
         if is_old:
             self.old.update(written)
@@ -160,10 +157,7 @@ class VllmBlockPool:
             self._marks.update(dict.fromkeys(written, mark))
 
     def has_old(self, block_ids: BlockIds, mark: bytes = b"") -> bool:
-        """Whether any of a request's hits in vLLM's pool may have other weights' KV.
-
-        `mark` is the mark of the request's adapter, which vLLM's hashes do not have.
-        """
+        """Whether any hit may have other weights' KV than the adapter of `mark`."""
         hits = [id(block) for block in self._blocks(block_ids)]
         if mark and any(self._marks.get(number) != mark for number in hits):
             return True

@@ -206,10 +206,7 @@ def pass_on_stats() -> None:
 def sum_of_ranks(
     reports: Iterable[Mapping[str, Any] | None], last: dict[str, Any]
 ) -> OffloadConnectorStats:
-    """Sum the reports of all ranks.
-
-    A rank reports a gauge only when it changes, so `last` keeps each rank's value.
-    """
+    """Sum the reports of all ranks; `last` keeps gauges, reported on change only."""
     stats = OffloadConnectorStats()
     for rank, report in enumerate(reports):
         if not report:

@@ -537,6 +537,9 @@ class SchedulerHalf:
         if self._has_adapters:
             step = StepMetadata(transfers, num_lost, is_idle)
             return self._with_adapters(step, output)
+        if transfers.settings:  # The first plan, which workers compare.
+            settings = {**transfers.settings, **self._config.settings}
+            transfers = dataclasses.replace(transfers, settings=settings)
         if transfers is NO_MOVES:
             return _no_moves(num_lost, is_idle)
         return StepMetadata(transfers, num_lost, is_idle)
@@ -565,10 +568,7 @@ class SchedulerHalf:
         )
 
     def note_report(self, report: WorkerReport) -> ConnectorOutput:
-        """Release the blocks of transfers that the worker reports as ended.
-
-        Returns the part of the report about this half's transfers.
-        """
+        """Release blocks of ended transfers; return this half's part of a report."""
         part = report.output
         if report.number:
             if report.number <= self._num_reports:
@@ -629,10 +629,7 @@ class SchedulerHalf:
         return block_ids if self._pool is None else self._pool.numbered(block_ids)
 
     def has_pending_transfers(self) -> bool:
-        """Whether vLLM must continue to step though it has no requests.
-
-        It steps until the store has been listed, so that the first request can hit.
-        """
+        """Whether vLLM must step without requests, also until the store is listed."""
         pending = self.scheduler
         return (
             self._awaits_listing
@@ -656,11 +653,7 @@ class SchedulerHalf:
         return self._stats.take(is_last=is_last)
 
     def reset(self) -> bool:
-        """Clear the host tier; return whether it was cleared.
-
-        If a load is in flight or offered, it is not yet: the load fails, and nothing is
-        offered until the host is cleared.
-        """
+        """Clear the host tier; return whether it was cleared, else it soon will be."""
         self._begin_reset()
         return self._try_reset()
 

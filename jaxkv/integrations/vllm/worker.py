@@ -241,6 +241,7 @@ class WorkerHalf:
             shares_scheduler=hosts > 1,
             num_shards=config.num_ranks,
         )
+        self._worker.settings.update(config.settings)
         if self._runner is not runner:
             self._watch(runner)
         self._runner = runner
@@ -334,6 +335,9 @@ class WorkerHalf:
         # Without caches, all of it is refused.
         caches = jax.tree.leaves(getattr(self._runner, "kv_caches", ()))
         shard_blocks = len(caches[0]) // self._config.num_ranks if caches else 0
+        for rank in step.requests_meta:
+            if self._worker is not None:
+                self._worker.check_settings(rank.step.transfers.settings)
         for merged in self._ranks.merge(step.requests_meta, shard_blocks):
             self._start(merged)
 
@@ -354,6 +358,7 @@ class WorkerHalf:
             if worker.num_in_flight:
                 self._refuse(worker.abandon())
         meta = step.transfers
+        worker.check_settings(meta.settings)
         if (meta is NO_MOVES or meta.is_nothing) and worker.start_nothing():
             return
         offload = self._config.offload
@@ -407,10 +412,7 @@ class WorkerHalf:
         return frozenset(misfits)
 
     def _pools(self, caches: Any) -> list[Any]:
-        """Return the pool of the engine: the caches, or a list for each pool of blocks.
-
-        With several hosts, they are this host's parts.
-        """
+        """Return this host's part of the caches, or a list for each pool of blocks."""
         if self._config.num_hosts > 1:
             caches = jax.tree.map(local_part, list(caches))
         if self._caches_by_pool:
@@ -471,10 +473,7 @@ class WorkerHalf:
         return new
 
     def take_failed_blocks(self) -> set[int]:
-        """Return the device blocks that failed loads left unwritten.
-
-        These are all blocks of a request's load, even if a part of it has arrived.
-        """
+        """Return all device blocks of failed loads, even those that have arrived."""
         if not self._failed_blocks:
             return set()
         failed, self._failed_blocks = self._failed_blocks, set()
@@ -565,10 +564,7 @@ class WorkerHalf:
             manager._load_adapter = load_and_note  # type: ignore[union-attr]
 
     def _note_adapter(self, lora: Any, before: bytes | None) -> None:
-        """Keep the mark of a loaded `LoRARequest`.
-
-        `before` is its mark before the load; None if it may have been downloaded.
-        """
+        """Keep a loaded adapter's mark; it was `before`, None if downloaded by now."""
         mark = self._adapter_marks.mark(lora)
         if mark is None or (before is not None and before != mark):
             mark = b""
@@ -602,10 +598,7 @@ def call_before(owner: Any, name: str, notice: Callable[[], None]) -> None:
 
 
 def _caches_by_pool(config: ConnectorConfig, runner: Any) -> list[list[int]]:
-    """Return the numbers of the runner's caches in each pool; [] for a single pool.
-
-    The pool of all attention groups is first, then one for each group of states.
-    """
+    """Return each pool's caches: attention first, then states; [] for a single pool."""
     if not config.state_groups:
         return []
     places: dict[str, int] = runner.layer_name_to_kvcache_index

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import itertools
+import json
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
+from jaxkv.scheduling.protocol import NO_MOVES
 from jaxkv.scheduling.worker.exchange import AgreementError, Exchange
 from jaxkv.scheduling.worker.watchdog import Watchdog
 from jaxkv.transfer import AnyEngine, Completion, Ticket
@@ -21,22 +22,40 @@ EventName: TypeAlias = int | tuple[str, ...]
 
 # The pause between polls of the engine doubles from the minimum to the maximum.
 _MIN_PAUSE_S, _MAX_PAUSE_S = 1e-4, 5e-3
-_MAX_NAMED = 8  # Transfers named in an error.
+_MAX_NAMED = 8  # Transfers, or differing values, named in an error.
 
 
 class PlanMismatchError(RuntimeError):
     """Processes that serve one model have planned different transfers."""
 
 
-def check_same_plans(step: int, verb: str, plans: Sequence[str], process: int) -> None:
-    """Raise PlanMismatchError if a process has another plan than `process`."""
-    differing = [number for number, plan in enumerate(plans) if plan != plans[process]]
+def check_equal(
+    what: str, facts: Sequence[Mapping[str, str]], process: int, remedy: str
+) -> None:
+    """Raise PlanMismatchError, with both values, if a process has other facts."""
+    own = facts[process]
+    differing = [number for number, other in enumerate(facts) if other != own]
     if differing:
+        other = facts[differing[0]]
+        values = [
+            f"{name} is {own.get(name)} in process {process}, and {other.get(name)} in "
+            f"process {differing[0]}"
+            for name in {**own, **other}
+            if own.get(name) != other.get(name)
+        ]
         raise PlanMismatchError(
-            f"in step {step} processes {differing} {verb} other transfers than process "
-            f"{process}: all schedulers must receive the same requests and reports in "
-            "the same order."
+            f"{what.format(differing)} than process {process}: "
+            f"{'; '.join(values[:_MAX_NAMED])}. {remedy}"
         )
+
+
+def check_same_plans(
+    step: int, verb: str, plans: Sequence[Mapping[str, str]], process: int
+) -> None:
+    """Raise PlanMismatchError if a process has another plan than `process`."""
+    what = f"in step {step} processes {{}} {verb} other transfers"
+    remedy = "All schedulers must receive the same requests and reports in one order."
+    check_equal(what, plans, process, remedy)
 
 
 @dataclasses.dataclass(eq=False)
@@ -96,6 +115,9 @@ class Agreement:
         # The transfers by step, the oldest step first, until the processes agree.
         self._steps: dict[int, list[Transfer]] = {}
         self._unsent: deque[int] = deque()  # Steps whose outcomes have not been sent.
+        self.plan = NO_MOVES  # Of the step that begins.
+        self._plans: dict[int, Mapping[str, str]] = {}  # Facts, by unsent step.
+        self._awaits_settings = False
         self._failure: Exception | None = None
         self._watchdog = Watchdog(exchange.timeout_s)
 
@@ -113,10 +135,17 @@ class Agreement:
 
         return self._watchdog.watch(describe)
 
+    def announce(self, settings: Mapping[str, str]) -> None:
+        """Send this process's settings, before anything else; never wait."""
+        self._exchange.send(json.dumps(settings), 1)
+        self._awaits_settings = True
+
     def begin(self, transfer: Transfer) -> None:
         """Add a started transfer."""
         if transfer.step not in self._steps:
             self._unsent.append(transfer.step)
+            step = str(transfer.step)
+            self._plans[transfer.step] = {"step": step, **self.plan.facts()}
         self._transfers[transfer.ticket] = transfer
         self._steps.setdefault(transfer.step, []).append(transfer)
 
@@ -129,7 +158,10 @@ class Agreement:
         # Send steps in order: rounds of the exchange are matched by number.
         while self._unsent and not _in_flight(self._steps[self._unsent[0]]):
             step = self._unsent.popleft()
-            self._exchange.send(_message(step, self._steps[step]), step)
+            oks = "".join(
+                "0" if transfer.done is None else "1" for transfer in self._steps[step]
+            )
+            self._exchange.send(json.dumps([self._plans.pop(step), oks]), step)
 
     def settle(
         self, pool: PyTree, last: int, *, wait_for_all: bool
@@ -185,12 +217,18 @@ class Agreement:
 
     def _receive(self, last: int, end_s: float) -> list[Transfer]:
         """Wait for the outcomes of all processes; return the due transfers."""
-        agreed = []
-        for step in self._up_to(last):
+        agreed, due = [], self._up_to(last)
+        if self._awaits_settings and (due or not self._exchange.silent):
+            self._awaits_settings = False
+            texts = self._exchange.receive("their settings", end_s - self._clock())
+            facts, what = [*map(json.loads, texts)], "processes {} have other settings"
+            remedy = "Start all processes with the same settings."
+            check_equal(what, facts, self._exchange.process, remedy)
+        for step in due:
             transfers = self._steps[step]
             subject = f"the outcome of {_names(transfers)}"
             texts = self._exchange.receive(subject, end_s - self._clock())
-            plans, outcomes = zip(*(text.rsplit(" ", 1) for text in texts), strict=True)
+            plans, outcomes = zip(*map(json.loads, texts), strict=True)
             check_same_plans(step, "started", plans, self._exchange.process)
             oks = [set(column) == {"1"} for column in zip(*outcomes, strict=True)]
             del self._steps[step]
@@ -215,12 +253,3 @@ def _names(transfers: list[Transfer]) -> str:
     names = " and ".join(map(str, transfers[:_MAX_NAMED]))
     num_more = len(transfers) - _MAX_NAMED
     return f"{names} and {num_more} more" if num_more > 0 else names
-
-
-def _message(step: int, transfers: list[Transfer]) -> str:
-    """Encode a process's message: the step, a digest of its transfers, the outcomes."""
-    names = repr([transfer.name for transfer in transfers])
-    digest = hashlib.sha256(names.encode("utf-8", "surrogatepass")).hexdigest()
-    return f"{step} {digest} " + "".join(
-        "0" if transfer.done is None else "1" for transfer in transfers
-    )

@@ -154,8 +154,8 @@ class StorageWorker:
     found by then. Blocks in a later answer are reported like listed blocks, except with
     several processes, because each probes only for its own shard.
 
-    Only `wait` blocks. The worker is used on the engine's thread. One
-    thread copies between host blocks and buffers; threads of `StorageIO` do the I/O.
+    Only `wait` blocks. The worker is used on the engine's thread. One thread copies
+    between host blocks and buffers; threads of `StorageIO` do the I/O.
 
     A fetch or a write is abandoned after `deadline_s`; the blocks that a fetch lacks
     are recomputed. A fetch waits up to `await_s` for each next block that another

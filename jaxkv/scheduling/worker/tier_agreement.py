@@ -6,10 +6,11 @@ import base64
 import collections
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxkv.scheduling.protocol import TierReport
+from jaxkv.scheduling.worker.agreement import check_same_plans
 from jaxkv.scheduling.worker.exchange import Exchange
 from jaxkv.types import KEY_BYTES, BlockKey
 
@@ -34,8 +35,10 @@ class TierAgreement:
         # By tier, kind and event of a move: the outcome in each process that sent one.
         self._outcomes: dict[tuple[int, str, int], list[str]] = {}
 
-    def send(self, reports: Sequence[TierReport], step: int) -> None:
-        """Send this process's reports of a step; never wait."""
+    def send(
+        self, reports: Sequence[TierReport], step: int, plan: Mapping[str, str]
+    ) -> None:
+        """Send this process's reports of a step, and facts of its plan; never wait."""
         rows = []
         for report in reports:
             ended = [
@@ -50,7 +53,7 @@ class TierAgreement:
             listing = *keys, report.listed, report.bound
             nums = report.num_full, report.num_down
             rows.append([report.tier, ended, *listing, *nums])
-        self._exchange.send(json.dumps(rows), step)
+        self._exchange.send(json.dumps([plan, rows]), step)
         self._steps.append(step)
 
     def receive(self, last: int) -> tuple[TierReport, ...]:
@@ -59,8 +62,10 @@ class TierAgreement:
         while self._steps and self._steps[0] <= last:
             step = self._steps.popleft()
             subject = f"the moves below the host that ended by step {step}"
-            for text in self._exchange.receive(subject):
-                rows = json.loads(text)
+            texts = map(json.loads, self._exchange.receive(subject))
+            plans, all_rows = zip(*texts, strict=True)
+            check_same_plans(step, "planned", plans, self._exchange.process)
+            for rows in all_rows:
                 for tier, ended, keys, deleted, listed, bound, *nums in rows:
                     num_full, num_down = nums
                     report = merged.get(tier, TierReport(tier=tier))

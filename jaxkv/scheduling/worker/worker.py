@@ -6,8 +6,10 @@ import contextlib
 import dataclasses
 import hashlib
 import itertools
+import json
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -101,6 +103,8 @@ class OffloadWorker:
         load_bytes_per_s: Moving average over steps of the load rate, from the start of
             a step's loads to the last report; 0 before the first.
         storage: The mover of the store, or None.
+        settings: Texts by name that must be equal in all processes, and in the
+            scheduler's first plan. More may be added before the first step.
         plan_digest: With `check_plans`, a digest of all plans so far and of all
             outcomes that the processes agreed on.
     """
@@ -175,6 +179,17 @@ class OffloadWorker:
             self._agreement = Agreement(outcomes, engine, deadline_s, clock)
             if self._movers:
                 self._tier_agreement = TierAgreement(below, jax.process_count())
+        sizes = ("num_host_blocks", "num_device_blocks", "blocks_per_host_block")
+        named = {name: getattr(engine, name) for name in sizes} | {
+            "version": sys.modules["jaxkv"].__version__,
+            "host block": engine.host_bytes_description,
+            "transfer_mode": engine.mode,
+            "report_after_steps": report_after_steps,
+            "check_plans": check_plans,
+            "tiers_below": len(self._movers),
+            "storage": storage and storage.storage_io.objects.folder,
+        }
+        self.settings = {name: str(value) for name, value in named.items()}
         self._report_after_steps = report_after_steps
         self._check_plans = check_plans
         self._clock = clock
@@ -255,9 +270,12 @@ class OffloadWorker:
             )
         if meta is not NO_MOVES:
             self._check_moves(meta, pool)
+        self.check_settings(meta.settings)
         if meta.is_nothing and self.start_nothing():
             return pool
         self._step += 1
+        if self._step == 1 and self._agreement is not None:
+            self._agreement.announce(self.settings)
         try:
             with self._watch("OffloadWorker.start"):
                 return self._start(meta, pool)
@@ -277,6 +295,16 @@ class OffloadWorker:
             return False
         self._step += 1
         return True
+
+    def check_settings(self, settings: Mapping[str, str]) -> None:
+        """Raise PlanMismatchError unless a scheduler's settings are this worker's."""
+        for name, value in settings.items():
+            if (own := self.settings.get(name, value)) != value:
+                raise PlanMismatchError(
+                    f"{name} is {own} in this worker, and {value} in its scheduler. "
+                    "Start both with the same settings."
+                )
+        self.settings |= settings
 
     def _check_moves(self, meta: OffloadMetadata, pool: PyTree) -> None:
         """Refuse a plan with an invalid transfer before any transfer starts."""
@@ -299,10 +327,14 @@ class OffloadWorker:
         if self._check_plans:
             self.plan_digest = meta.digest(self.plan_digest)
             if self._plans is not None:
-                self._plans.send(self.plan_digest.hex(), self._step)
-                plans = self._plans.receive(f"the plan of step {self._step}")
+                facts = {**meta.facts(), "digest": self.plan_digest.hex()}
+                first = self.settings if self._step == 1 else {}
+                self._plans.send(json.dumps({**first, **facts}), self._step)
+                texts = self._plans.receive(f"the plan of step {self._step}")
+                plans = [*map(json.loads, texts)]
                 check_same_plans(self._step, "planned", plans, self._plans.process)
         if self._agreement is not None:
+            self._agreement.plan = meta
             pool = self._settle(pool, self._agreement, self._last_due, meta.need_flush)
         elif meta.need_flush or self._is_due():
             pool = self._drain(pool)
@@ -327,7 +359,7 @@ class OffloadWorker:
             by_tier = {moves.tier: moves for moves in meta.below}
             for number, mover in enumerate(self._movers):
                 mover.start(by_tier.get(number))
-            self._settle_below(self._last_due)
+            self._settle_below(self._last_due, meta)
         return pool
 
     def poll(self) -> ConnectorOutput:
@@ -467,12 +499,13 @@ class OffloadWorker:
             data = self.plan_digest + repr(agreed).encode("utf-8", "surrogatepass")
             self.plan_digest = hashlib.sha256(data).digest()
 
-    def _settle_below(self, last: int) -> None:
+    def _settle_below(self, last: int, meta: OffloadMetadata = NO_MOVES) -> None:
         """Agree on the reports of tiers below the host, of steps up to `last`."""
         agreement = self._tier_agreement
         if agreement is None:
             return
-        agreement.send(self._reports_below(KEYS_PER_STEP), self._step)
+        plan = {"below": meta.facts()["below"]}
+        agreement.send(self._reports_below(KEYS_PER_STEP), self._step, plan)
         reports = agreement.receive(last)
         self._agreed_below += reports
         self._extend_digest(reports)

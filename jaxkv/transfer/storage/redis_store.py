@@ -35,9 +35,9 @@ _RECONNECT_S = 1.0  # Between two connections of a thread that a server refuses.
 class RedisStore:
     """A store in Redis or Valkey, one server or a cluster: a value per object.
 
-    A call is one pipeline on a connection of its thread. In a cluster, redis-py finds
-    the node of each value, and follows values that move. ImportError: redis-py is
-    missing. ValueError: redis-py refuses an option of the URL.
+    A call is one pipeline on a connection of its thread, per node of a cluster: a node
+    that fails costs only its values. redis-py follows values that move. ImportError:
+    redis-py is missing. ValueError: redis-py refuses an option of the URL.
     """
 
     lanes = Lanes(readers=4, writers=2, call_bytes=4 << 20)
@@ -122,26 +122,46 @@ class RedisStore:
     def _results(
         self, commands: Sequence[tuple[Any, ...]], max_bytes: int = 0
     ) -> list[Any]:
-        """Run commands as one pipeline; the error of a command is its result."""
-        failure = None
-        try:
-            self._allow(max_bytes)
-            pipeline = self._client().pipeline(transaction=False)
-            for command in commands:
-                pipeline.execute_command(*command)
-            results: list[Any] = pipeline.execute(raise_on_error=False)
-        except Exception as error:  # From redis-py, sockets or name resolution.
-            failure = self._error_of(error)
-        if failure is not None:
-            raise failure  # Without the error, which may contain the password.
-        return results
+        """Run a pipeline per node; the error of a command or its node is its result."""
+        results: list[Any] = [None] * len(commands)
+        for node, rows in self._by_node(commands).items():
+            try:
+                self._allow(max_bytes)
+                pipeline = self._client().pipeline(transaction=False)
+                for row in rows:
+                    pipeline.execute_command(*commands[row])
+                answers = pipeline.execute(raise_on_error=False)
+            except Exception as error:  # From redis-py, sockets or name resolution.
+                answers = [self._error_of(error)] * len(rows)
+                if node is None:
+                    break
+            for row, answer in zip(rows, answers, strict=True):
+                results[row] = answer
+        else:
+            return results
+        raise answers[0]  # Without the error, which may contain the password.
+
+    def _by_node(self, commands: Sequence[tuple[Any, ...]]) -> dict[Any, list[int]]:
+        """Group the rows of commands by node; all are None's if the node is unknown."""
+        if not self._store_url.is_cluster:
+            return {None: [*range(len(commands))]}
+        rows: dict[Any, list[int]] = {}
+        for row, command in enumerate(commands):
+            name = command[2 if command[0] == "OBJECT" else 1]
+            try:
+                node = self._client().get_node_from_key(name).name
+            except Exception:  # The pipeline raises it again.
+                return {None: [*range(len(commands))]}
+            rows.setdefault(node, []).append(row)
+        return rows
 
     def _scan_all(self, match: str) -> Iterator[list[str]]:
         client = self._client()
         if not self._store_url.is_cluster:
             yield from self._scan(functools.partial(client.scan, match=match))
             return
-        for node in client.get_primaries():
+        failures, nodes = [], client.get_primaries()
+        for node in nodes:
 
             def scan(cursor: int, count: int, node: Any = node) -> Any:
                 cursors, names = client.scan(
@@ -149,7 +169,13 @@ class RedisStore:
                 )
                 return cursors[node.name], names
 
-            yield from self._scan(scan)
+            try:
+                yield from self._scan(scan)
+            except Exception as error:  # Once the other nodes have been listed.
+                failures.append(self._error_of(error))
+        if failures:  # The store is down only if all nodes are.
+            is_down = len(failures) == len(nodes)
+            raise failures[0] if is_down else StoreError("other", str(failures[0]))
 
     def _scan(
         self, scan: Callable[..., tuple[int, list[bytes]]]
@@ -191,8 +217,11 @@ class RedisStore:
         """Return when values were last used, to the second; None from an LFU server."""
         commands = [("OBJECT", "IDLETIME", check_name(name)) for name in names]
         idle = self._results(commands)
-        if any(isinstance(answer, Exception) for answer in idle):
-            return None
+        for answer in idle:
+            if isinstance(answer, StoreError):
+                raise answer
+            if isinstance(answer, Exception):
+                return None
         now_s = int(time.time())
         return [0 if age_s is None else (now_s - age_s) * 1_000_000 for age_s in idle]
 
@@ -243,6 +272,8 @@ class RedisStore:
         return Cluster.from_url(self._text, startup_nodes=nodes, **self._options)
 
     def _error_of(self, error: Exception) -> StoreError:
+        if isinstance(error, StoreError):
+            return error
         errors = self._redis.exceptions
         kind: ErrorKind = "other"
         if isinstance(error, errors.OutOfMemoryError):

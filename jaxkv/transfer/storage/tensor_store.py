@@ -100,14 +100,19 @@ class TensorStoreStore:
         bounds = [start, *(f"{start}{n:02x}" for n in range(1, 256)), f"{folder}0"]
         ranges = collections.deque(itertools.pairwise(bounds))
         open_lists: collections.deque[Any] = collections.deque()
+        failures: list[StoreError] = []
         while ranges or open_lists:
             while ranges and len(open_lists) < _MAX_LISTS:
                 part = self._ts.KvStore.KeyRange(*ranges.popleft())
                 open_lists.append(self._store.list(part))
             answer = attempt(open_lists.popleft().result, convert=_error_of)
-            [names] = answers_of([answer])
-            if names:
-                yield [name.decode("ascii", "replace") for name in names]
+            if isinstance(answer, StoreError):
+                failures.append(answer)  # Raised once the other ranges are listed.
+                if len(failures) == _MAX_LISTS:
+                    break
+            elif answer:
+                yield [name.decode("ascii", "replace") for name in answer]
+        answers_of(failures)
 
     def _value(self, name: str, read: Any, max_bytes: int) -> Piece | None:
         """Wait for a read; read an object shorter than `max_bytes` again."""

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import types
 import urllib.parse
 from contextlib import ExitStack, closing
 
@@ -411,6 +412,103 @@ def test_a_replica_takes_the_place_of_a_node_that_died(tmp_path):
             wait_for(has_all, store)
             assert listed(store, "a") == sorted(NAMES)
             assert has_all(late)
+
+
+@leaves_sockets
+def test_a_node_of_a_cluster_that_fails_costs_only_its_values(tmp_path):
+    """Not the call, not the listing, and not the rest of the store."""
+    with (
+        redis_cluster(tmp_path) as (url, nodes),
+        contextlib.closing(open_store(url)) as store,
+    ):
+        for port in nodes:
+            with redis.Redis(port=port) as client:
+                client.config_set("cluster-require-full-coverage", "no")
+        put(store, OF_NAMES)
+        *_, victim = nodes
+        with redis.Redis(port=victim) as client:
+            lost = {name.decode() for name in client.scan_iter(count=1000)}
+        assert 0 < len(lost) < len(NAMES)
+        nodes[victim].kill()
+        nodes[victim].wait()
+        for call in (
+            lambda: store.get(NAMES, 100),
+            lambda: store.exists(NAMES),
+            lambda: store.put([(name, [b"x"]) for name in NAMES]),
+            lambda: store.delete(NAMES[50:] + NAMES[:50]),
+        ):
+            answers = call()
+            failed = [a for a in answers if isinstance(a, StoreError)]
+            assert {error.kind for error in failed} == {"unreachable"}
+            assert len(failed) == len(lost)
+        # All names of a call belong to the node: the others still answer.
+        answers = store.get(sorted(lost), 100)
+        assert {type(answer) for answer in answers} == {StoreError}
+        put(store, {name: OF_NAMES[name] for name in {*NAMES} - lost})
+        # A listing is incomplete, and has what the other nodes have.
+        names, error = listed_until_error(store, "a")
+        assert names == {*NAMES} - lost
+        assert error.kind == "other"
+        for process in nodes.values():
+            process.kill()
+            process.wait()
+        names, error = listed_until_error(store, "a")
+        assert (names, error.kind) == (set(), "unreachable")
+
+
+def listed_until_error(store, folder):
+    names = set()
+    try:
+        for page in store.list(folder):
+            names.update(page)
+    except StoreError as error:
+        return names, error
+    raise AssertionError("the listing is complete")
+
+
+def test_a_range_of_a_bucket_that_cannot_be_listed_costs_its_names(ranges):
+    store, fail = ranges
+    num_calls = fail(b"f/07")
+    names, error = listed_until_error(store, "f")
+    assert names == {f"f/{n:02x}" for n in range(256) if n != 7}
+    assert "UNAVAILABLE" in str(error)
+    assert num_calls() == 256
+    # A bucket that is down is not asked for each range.
+    num_calls = fail(b"f/")
+    names, error = listed_until_error(store, "f")
+    assert not names
+    assert num_calls() < 40
+
+
+@pytest.fixture
+def ranges():
+    """A bucket in memory with a name in each range, and a function to fail some."""
+    pytest.importorskip("tensorstore")
+    store = TensorStoreStore({"driver": "memory"}, "memory://")
+    put(store, {f"f/{n:02x}": b"x" for n in range(256)})
+    kvstore, failing, calls = store._store, [], []
+
+    class Failing:
+        def list(self, part):
+            calls.append(part)
+            is_failing = part.inclusive_min.startswith(failing[-1])
+            return tensorstore_error() if is_failing else kvstore.list(part)
+
+    store._store = Failing()
+
+    def fail(prefix):
+        failing.append(prefix)
+        calls.clear()
+        return lambda: len(calls)
+
+    return store, fail
+
+
+def tensorstore_error():
+    def result():
+        raise RuntimeError("UNAVAILABLE: the service is overloaded")
+
+    return types.SimpleNamespace(result=result)
 
 
 def is_copied(info):
