@@ -156,6 +156,13 @@ def to_event_extra_keys(extra_keys):
     ]
 
 
+class VllmScheduler:
+    """Only its methods are wrapped: engines here have another scheduler."""
+
+    def reset_prefix_cache(self):
+        raise NotImplementedError
+
+
 def install(monkeypatch, generation):
     """Make `import vllm` find this module, and reload the connector's modules."""
     newer = generation == "0.32"
@@ -170,6 +177,7 @@ def install(monkeypatch, generation):
             BlockRemoved=BlockRemoved if newer else OlderBlockRemoved,
             AllBlocksCleared=AllBlocksCleared,
         ),
+        "vllm.v1.core.sched.scheduler": dict(Scheduler=VllmScheduler),
         "vllm.v1.core.kv_cache_utils": dict(
             maybe_convert_block_hash=bytes,
             generate_block_hash_extra_keys=generate_block_hash_extra_keys,
