@@ -117,7 +117,11 @@ class BareTier:
             self.executor.touch(keys[:end], False)
 
     def place(
-        self, keys: Words, passes: NDArray[np.bool_] | None = None
+        self,
+        keys: Words,
+        passes: NDArray[np.bool_] | None = None,
+        *,
+        may_decline: bool = True,
     ) -> tuple[int, tuple[Words, Store] | None]:
         """Store all keys, or if there is no room their first half, and so on.
 
@@ -130,15 +134,15 @@ class BareTier:
                 admitted = select_keys(admitted, passes[:num])
             if not len(admitted):
                 break
-            store = self.place_all(admitted)
+            store = self.place_all(admitted, may_decline=may_decline)
             if store is not None:
                 return num, (admitted, store)
             num //= 2
         return num, None
 
-    def place_all(self, keys: Words) -> Store | None:
+    def place_all(self, keys: Words, *, may_decline: bool = True) -> Store | None:
         """Store all keys, or return None if there is no room for all."""
-        store = self.executor.prepare_store(keys)
+        store = self.executor.prepare_store(keys, may_decline)
         if store is not None:
             self.num_stored += store.num_stored
             self.num_declined += store.num_declined

@@ -135,8 +135,8 @@ class _Operations:
     )
     prepare_load = Op[[Words], tuple[int, Ids]](writes=np.int64, counts=True)
     complete_load = Op[[Words], tuple[int, Ids]](writes=np.int64, counts=True)
-    prepare_store = Op[[Words], Store | None](
-        writes=np.int64, evicts_as=_as_store, has_variant=True
+    prepare_store = Op[[Words, bool], Store | None](
+        True, writes=np.int64, evicts_as=_as_store, has_variant=True
     )
     complete_store = Op[[Words, bool], Flags](True, writes=np.bool_)
     discard = Op[[Words], Flags](writes=np.bool_)
@@ -202,9 +202,9 @@ class NativeExecutor(_Operations):
             function(bound, keys, argument, array)
             return array
 
-        def write_evicted(keys: Words) -> Any:
+        def write_evicted(keys: Words, *flags: bool) -> Any:
             array, evicted = np.empty(len(keys), dtype), buffer.get(len(keys))
-            counts = function(bound, variant, keys, array, evicted)
+            counts = function(bound, variant, keys, *flags, array, evicted)
             return as_answer(counts, array, evicted)
 
         call: Callable[..., Any] = functools.partial(function, *head)

@@ -166,7 +166,12 @@ def complete_step(ref_cnt: Any, block_ids: Any, num_hits: int, min_id: int) -> A
 
 @compiled
 def prepare_store(
-    state: Any, variant: int, keys: Any, block_ids: Any, evicted_keys: Any
+    state: Any,
+    variant: int,
+    keys: Any,
+    may_decline: Any,
+    block_ids: Any,
+    evicted_keys: Any,
 ) -> Any:
     """Allocate a block for every absent key; evict others if none is free.
 
@@ -176,7 +181,9 @@ def prepare_store(
     """
     entries, present = _two_rows(keys.shape[0])
     functions_of(state.policy).find(state.policy, keys, entries, present)
-    return _store(state, variant, keys, present, 0, block_ids, evicted_keys)
+    return _store(
+        state, variant, keys, present, 0, may_decline, block_ids, evicted_keys
+    )
 
 
 @compiled
@@ -204,7 +211,7 @@ def place_from(
         ):
             return 0, -1, 0
     num_stored, num_evicted, num_declined = prepare_store(
-        state, variant, keys, block_ids, evicted_keys
+        state, variant, keys, True, block_ids, evicted_keys
     )
     if num_evicted < 0:
         return 0, -1, 0
@@ -308,7 +315,7 @@ def request_step(
         num_hits += 1
     functions_of(state.policy).touch(state.policy, variant, entries, is_ready)
     num_stored, num_evicted, num_declined = _store(
-        state, variant, keys, present, num_hits, block_ids, evicted_keys
+        state, variant, keys, present, num_hits, True, block_ids, evicted_keys
     )
     copy_items(block_ids, 0, present, num_hits)
     return num_hits, num_stored, num_evicted, num_declined
@@ -365,6 +372,7 @@ def _store(
     keys: Any,
     present: Any,
     num_hits: Any,
+    may_decline: Any,
     block_ids: Any,
     evicted_keys: Any,
 ) -> Any:
@@ -387,12 +395,13 @@ def _store(
         for block in present:
             if block != NO_BLOCK:
                 ref_cnt[block] |= _PROTECTION
-        num_admitted = functions_of(state.policy).admit(
-            state.policy, variant, keys, is_missing, num_free, ref_cnt
-        )
-        num_declined = num_missing - num_admitted
-        num_missing = num_admitted
-        num_evicted = greater(num_missing - num_free, 0)
+        if may_decline:
+            num_admitted = functions_of(state.policy).admit(
+                state.policy, variant, keys, is_missing, num_free, ref_cnt
+            )
+            num_declined = num_missing - num_admitted
+            num_missing = num_admitted
+            num_evicted = greater(num_missing - num_free, 0)
         has_evicted = functions_of(state.policy).evict(
             state.policy, variant, num_evicted, ref_cnt, victims, evicted_keys
         )

@@ -306,7 +306,7 @@ class BlockIndex:
             return False
         scratch = make_executor(self.policy, self._executor_name, self.executor.state)
         scratch.pin(ids)
-        return scratch.prepare_store(words) is not None
+        return scratch.prepare_store(words, False) is not None
 
     def place_keeping(
         self, keys: Sequence[bytes], kept: NDArray[np.int64]
@@ -329,7 +329,7 @@ class BlockIndex:
 
         Blocks in flight and the blocks of `keys` are not evicted. If `filtered`, keys
         that the look-up filters reject (`store_threshold`, `max_unseen_blocks`) are
-        skipped.
+        skipped, and the policy may decline others.
         """
         names, words, any_foreign = lay_out(keys)
         rows: list[int] | None = None  # The rows of `names` in `keys`; None for all.
@@ -348,7 +348,7 @@ class BlockIndex:
             return Placement((), NO_IDS, NO_IDS, ())
         if len(names) > self.policy.max_batch:
             return None  # More unique keys than blocks.
-        store = self.executor.prepare_store(words)
+        store = self.executor.prepare_store(words, filtered)
         if store is None:
             return None
         placement = self._record_placement(names, words, any_foreign, store)
@@ -653,7 +653,7 @@ class BlockIndex:
             scratch.note(words, FINISH, positions, finished(0, -1, 0, 0))
         if self.retains:
             scratch.note(words, RETAIN, positions, retained(0, RELEASE, 0, 0))
-        scratch.prepare_store(words)
+        scratch.prepare_store(words, True)
         scratch.complete_store(words, True)
         scratch.pin(ids)
         scratch.complete_step(ids, 1)

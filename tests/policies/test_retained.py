@@ -29,7 +29,7 @@ class Cache:
         self.policy = policy
         self.executor = make_executor(policy)
         for number in range(policy.num_blocks):
-            self.executor.prepare_store(keys_of([number]))
+            self.executor.prepare_store(keys_of([number]), True)
             self.executor.complete_store(keys_of([number]), True)
 
     @property
@@ -44,7 +44,7 @@ class Cache:
         """Return the blocks evicted at a time; None if refused."""
         copy = make_executor(self.policy, state=self.executor.state)
         copy.note(keys_of([999]), BEGIN, np.zeros(1, np.int32), begun(at_ms, 1))
-        stored = copy.prepare_store(keys_of(range(100, 100 + num)))
+        stored = copy.prepare_store(keys_of(range(100, 100 + num)), True)
         return stored and {int(key[0]) - 1 for key in stored.evicted_keys}
 
 

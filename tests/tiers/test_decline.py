@@ -1,5 +1,9 @@
 """A tier whose policy declines blocks: what is counted and left alone."""
 
+import jax.numpy as jnp
+import pytest
+
+from jaxkv.policies import make_lru
 from jaxkv.tiers.host import OffloadingManager
 
 NUM_BLOCKS = 40
@@ -57,3 +61,33 @@ def test_without_notifications_nothing_is_declined():
         assert len(stored) == 20
         manager.complete_store(stored)
     assert manager.num_declined == 0
+
+
+def make_declining(executor):
+    """Make a full manager that declines every block."""
+    if executor == "xla":
+        lru = make_lru(NUM_BLOCKS)
+        policy = lru._replace(native=None, admit=lambda *args: jnp.zeros_like(args[2]))
+        manager = OffloadingManager(16, NUM_BLOCKS, policy)
+        one_off(manager, 0, 0)
+        one_off(manager, 1, 0)
+        return manager
+    manager = OffloadingManager(16, NUM_BLOCKS, "hazard")
+    for step in range(400):
+        returning(manager, 1000 * step)
+        one_off(manager, step, 1000 * step)
+    return manager
+
+
+@pytest.mark.parametrize("executor", ["native", "xla"])
+def test_a_block_fetched_from_a_store_is_not_declined(executor):
+    """The request that waits for it would wait for nothing."""
+    manager = make_declining(executor)
+    keys = [b"fetched %d" % i for i in range(4)]
+    assert not manager.place(keys).keys
+    assert manager.num_declined >= 4
+    before = manager.num_declined
+    assert manager.has_room(keys)
+    placed = manager.place(keys, filtered=False)
+    assert list(placed.keys) == keys
+    assert manager.num_declined == before

@@ -415,7 +415,7 @@ def _request_step(executor: Executor, keys: Words, admitted: Words) -> Step:
         _, block_ids = executor.prepare_load(keys[:num_hits])
     if not len(admitted):
         return Step(num_hits, 0, block_ids, keys[:0])
-    stored = executor.prepare_store(admitted)
+    stored = executor.prepare_store(admitted, True)
     if stored is None:
         return Step(num_hits, 0, block_ids, None)
     block_ids = np.concatenate([block_ids, stored.block_ids])
