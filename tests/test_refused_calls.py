@@ -388,9 +388,8 @@ def test_arguments_of_a_wrong_type_are_refused_by_the_manager(policy):
             yield from one_wrong(getattr(manager, name), (blocks,), (_NO_IDS,))
         yield from one_wrong(manager.publish, ([2], make_keys(4)), (_NO_IDS, _NO_KEYS))
         yield from one_wrong(manager.has_room, (new, blocks), ([], _NO_IDS))
-        for name in ("change_policy", "complete_step"):
-            wrong = [7, None, "lru", ["lru"], object()]
-            yield from one_wrong(getattr(manager, name), ("?",), (wrong,))
+        wrong = [7, None, "lru", ["lru"], object()]
+        yield from one_wrong(manager.complete_step, ("?",), (wrong,))
         # Without retention no key has a priority, and "lru" learns nothing of requests.
         wrong = _NO_KEYS, [LONG, 80, {"priority": 80}], _NO_INTS
         if policy == "lru":

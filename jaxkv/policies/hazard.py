@@ -53,7 +53,7 @@ from jaxkv.policies import clock
 from jaxkv.policies import directory as directory_lib
 from jaxkv.policies import ghosts as ghosts_lib
 from jaxkv.policies import reuse as reuse_lib
-from jaxkv.policies.base import Held, Learned, Policy
+from jaxkv.policies.base import Policy
 from jaxkv.policies.directory import Directory
 from jaxkv.policies.facts import (
     BEGIN,
@@ -130,7 +130,6 @@ NUM_GHOSTS = 1 << 16
 """Evicted keys that are remembered."""
 
 _QUEUE_SHARE = 16
-_MAX_VALUE = 0x7FFFFFFF
 
 
 @jax.tree_util.register_dataclass
@@ -183,7 +182,7 @@ def init(num_blocks: int, num_ghosts: int, by_flops: bool) -> HazardState:
 
 
 @compiled
-def native_touch(state: Any, variant: int, entries: Any, is_use: Any) -> None:
+def native_touch(state: Any, entries: Any, is_use: Any) -> None:
     """Record a use of each entry.
 
     The policy learns from `note` only. Until the first `note` sets the time, each call
@@ -375,7 +374,7 @@ def _native_finish(state: Any, keys: Any, positions: Any, facts: Any) -> None:
 
 
 @compiled
-def native_insert(state: Any, variant: int, keys: Any, block_ids: Any) -> None:
+def native_insert(state: Any, keys: Any, block_ids: Any) -> None:
     """Add new keys; the block of a key with a ghost gets its label and time."""
     directory_lib.native_insert(state.directory, keys, block_ids)
     num_rows = block_ids.shape[0]
@@ -411,7 +410,7 @@ def native_remove(state: Any, entries: Any) -> None:
 
 @compiled
 def native_admit(
-    state: Any, variant: int, keys: Any, wanted: Any, num_free: int, ref_cnt: Any
+    state: Any, keys: Any, wanted: Any, num_free: int, ref_cnt: Any
 ) -> Any:
     """Decline blocks that are worth no more than what they would evict."""
     num_rows = wanted.shape[0]
@@ -482,9 +481,7 @@ def _next_victim(state: Any, position: Any, ref_cnt: Any) -> Any:
 
 
 @compiled
-def native_evict(
-    state: Any, variant: int, num: int, ref_cnt: Any, block_ids: Any, keys: Any
-) -> Any:
+def native_evict(state: Any, num: int, ref_cnt: Any, block_ids: Any, keys: Any) -> Any:
     """Evict the blocks with the lowest values."""
     if num == 0:
         return True
@@ -561,52 +558,6 @@ def snapshot(state: HazardState) -> dict[str, Any]:
     }
 
 
-def hand_over(state: HazardState) -> Held:
-    """Return the resident blocks by time of last use; at equal times, deepest first."""
-    held = np.flatnonzero(np.asarray(state.labels) >= 0)
-    ages = np.asarray(state.now_ms) - np.asarray(state.last_ms)[held]
-    ranks = (~ages).astype(np.uint64) << np.uint64(32)
-    ranks |= (_MAX_VALUE - np.asarray(state.depths)[held]).astype(np.uint64)
-    return Held(state.directory, held[np.argsort(ranks)].astype(np.int32))
-
-
-def take_over(
-    num_blocks: int,
-    num_ghosts: int,
-    by_flops: bool,
-    held: Held,
-    learned: Learned | None,
-) -> HazardState:
-    """Make a state of the blocks in `held`, in their order of use.
-
-    Labels, times and reuse statistics are the shadow's; without one, blocks are equal.
-    """
-    blocks, state = held.blocks, init(num_blocks, num_ghosts, by_flops)
-    # Of equal blocks the deepest is evicted first, so these depths keep the order of
-    # use until a request begins.
-    depths: Any = np.array(state.depths)
-    depths[blocks] = np.arange(blocks.size, dtype=np.int32)[::-1]
-    labels: Any = np.array(state.labels)
-    labels[blocks] = FIRST_LABEL
-    last_ms: Any = np.array(state.last_ms)
-    if learned is not None:
-        source = learned.state
-        labels[blocks] = np.asarray(source.labels)[learned.blocks]
-        last_ms[blocks] = np.asarray(source.last_ms)[learned.blocks]
-        state = dataclasses.replace(
-            state,
-            ghosts=source.ghosts,
-            reuse=reuse_lib.scaled(source.reuse, learned.scale),
-            now_ms=source.now_ms,
-            has_time=source.has_time,
-            num_begun=source.num_begun,
-            current=source.current,
-        )
-    return dataclasses.replace(
-        state, directory=held.directory, labels=labels, last_ms=last_ms, depths=depths
-    )
-
-
 @kept
 def make_hazard(
     num_blocks: int,
@@ -644,11 +595,6 @@ def make_hazard(
         init=functools.partial(init, num_blocks, num_ghosts, objective == "flops"),
         snapshot=snapshot,
         native=NATIVE,
-        always_evicts=True,
-        hand_over=hand_over,
-        take_over=functools.partial(
-            take_over, num_blocks, num_ghosts, objective == "flops"
-        ),
     )
 
 

@@ -274,13 +274,3 @@ def restored(
     table.reuses[:num_rows] = reuses[:num_rows]
     fill_index(bound)
     return table
-
-
-def scaled(table: ReuseTable, scale: float) -> ReuseTable:
-    """Return a copy with all counts multiplied by `scale`."""
-    arrays = {name: np.array(array) for name, array in vars(table).items()}
-    scaled_table = ReuseTable(**arrays)
-    scaled_table.touches[...] *= scale
-    scaled_table.reuses[...] *= scale
-    fill_index(Bound(scaled_table))
-    return scaled_table

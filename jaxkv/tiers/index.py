@@ -34,7 +34,6 @@ from jaxkv.tiers.base import (
     as_ids,
     refuse_outside,
 )
-from jaxkv.tiers.change_over import can_change, change_over, make_emptied, resume
 from jaxkv.tiers.device import DeviceBlockPool, Victims
 from jaxkv.tiers.executors import (
     Executor,
@@ -50,6 +49,7 @@ from jaxkv.tiers.key_memory import (
     RetentionNotes,
     ReuseFilter,
 )
+from jaxkv.tiers.learned import make_emptied, resume
 from jaxkv.tiers.retention import Retention, check_retention
 from jaxkv.tiers.snapshot import Snapshot, take_snapshot
 from jaxkv.types import KEY_BYTES, NO_BLOCK, STOPS, BlockKey, Stop
@@ -88,11 +88,10 @@ class BlockIndex:
         executor: "native" for compiled functions that update NumPy arrays, if the
             policy has them; "xla" for the pure functions as XLA programs.
         medium: The tier's name in events.
-        alternatives: Names of the policies that `change_policy` may switch to.
 
     Raises:
-        ValueError: If a number is too small, or a policy is unknown, was made for
-            other sizes, or cannot exchange its state with the others.
+        ValueError: If a number is too small, or the policy is unknown or was made for
+            other sizes.
         TypeError: If the policy is neither a name nor a `Policy`.
 
     Example:
@@ -118,7 +117,6 @@ class BlockIndex:
         retention: bool = False,
         executor: ExecutorName = "native",
         medium: str = HOST_MEDIUM,
-        alternatives: Sequence[str] = (),
     ) -> None:
         for name, value, min_value in (
             ("block_size", block_size, 1),
@@ -138,16 +136,7 @@ class BlockIndex:
         self._policy_uses_keys = self.policy.listens
         if retention and not self.policy.retains:
             self.policy = make_retained(self.policy)
-        self._alternatives = {
-            name: _as_policy(name, num_blocks) for name in alternatives
-        }
-        if self._alternatives and not all(map(can_change, self._policies)):
-            raise ValueError(
-                f"{cache_policy=} and {alternatives=}: one of these, or retention, has "
-                "state that no other policy can take over."
-            )
-        # Whether the policy or an alternative uses events of requests.
-        self.listens = any(policy.listens for policy in self._policies)
+        self.listens = self.policy.listens  # Whether it uses events of requests.
         self.retains = self.policy.retains
         check_type(bool, "True or False", enable_events=enable_events)
         self.events: list[OffloadingEvent] | None = [] if enable_events else None
@@ -523,34 +512,6 @@ class BlockIndex:
         if self.events is not None:
             self.events.append(OffloadingEvent([], self.block_size, self.medium, True))
 
-    def change_policy(
-        self, name: str, learned: Executor | None = None, scale: int = 1
-    ) -> None:
-        """Switch to an alternative policy; every block keeps its place.
-
-        Loads and stores in progress continue. `learned` is a shadow: a tier of any size
-        that has served the same requests with the new policy, for 1 of `scale` keys.
-
-        Example:
-            >>> index = BlockIndex(16, num_blocks=2, alternatives=["lru", "slru"])
-            >>> index.publish(index.place([b"a", b"b"]).block_ids, [b"a", b"b"])
-            >>> index.touch([b"a"])
-            >>> index.change_policy("slru")
-            >>> index.place([b"c"]).evicted_keys
-            [b'b']
-        """
-        if not isinstance(name, str) or name not in self._alternatives:
-            names = sorted(self._alternatives)
-            raise ValueError(
-                f"name={shown(name)} must be one of the alternatives, {names}."
-            )
-        policy = self._alternatives[name]
-        self.executor = change_over(
-            self.executor, self.policy, policy, self._executor_name, learned, scale
-        )
-        self.policy = policy
-        self._policy_uses_keys = policy.listens
-
     def resume(self, learned: ReuseTable) -> None:
         """Continue with the reuse table that "hazard" learned in an earlier run."""
         name = self._executor_name
@@ -631,17 +592,7 @@ class BlockIndex:
 
         It takes seconds the first time on a machine, later less than one.
         """
-        for policy in self._policies:
-            self._warm_up(policy)
-
-    @property
-    def _policies(self) -> list[Policy]:
-        """The current policy and the alternatives."""
-        alternatives = self._alternatives.values()
-        return [self.policy, *(p for p in alternatives if p is not self.policy)]
-
-    def _warm_up(self, policy: Policy) -> None:
-        scratch = make_executor(policy, self._executor_name)
+        scratch = make_executor(self.policy, self._executor_name)
         _, words = pack([bytes(KEY_BYTES)])
         ids, positions = np.zeros(1, np.int64), np.zeros(1, np.int32)
         for read in (scratch.find, scratch.find_readable):
@@ -661,13 +612,12 @@ class BlockIndex:
 
     def warm_up_with_device(self, pool: DeviceBlockPool, *, is_lazy: bool) -> None:
         """Warm up the calls that take the device pool, for lazy or for eager stores."""
-        for policy in self._policies:
-            scratch = make_executor(policy, self._executor_name)
-            _, words = pack([bytes(KEY_BYTES)])
-            if is_lazy:
-                pool.next_victims(0, scratch.next_victims)
-            elif isinstance(scratch, NativeExecutor):
-                scratch.place_from(pool.bound, words, np.zeros(1, np.int64), True)
+        scratch = make_executor(self.policy, self._executor_name)
+        _, words = pack([bytes(KEY_BYTES)])
+        if is_lazy:
+            pool.next_victims(0, scratch.next_victims)
+        elif isinstance(scratch, NativeExecutor):
+            scratch.place_from(pool.bound, words, np.zeros(1, np.int64), True)
 
     def _rows_for_policy(
         self, block_hashes: Iterable[bytes], positions: Sequence[int] | None

@@ -45,13 +45,6 @@ WORLDS = {
     "pair": _PAIR,
     "pair, lazy": replace(_PAIR, requests=(("ab", 2), ("ac", 2)), rules=LAZY),
     "pair, store": replace(_PAIR, rules=THROUGH, num_storage_blocks=2, listed=(0,)),
-    "pair, changes": replace(
-        _PAIR,
-        requests=(("ab", 2), ("ac", 2)),
-        policies=("lru", "slru"),
-        acts=("preempt", "forget"),
-        served=(0,),
-    ),
     # Larger ones: only their nearest states are explored.
     "eager": _SMALL,
     "eager, large": _with(
@@ -286,9 +279,7 @@ WORLDS = {
         is_ahead=True,
     ),
     "arc": replace(_WARM, policy="arc", has_events=True),
-    "changes": replace(
-        _STORE, policies=("lru", "slru", "hazard"), has_events=True, served=(0,)
-    ),
+    "hazard": replace(_STORE, policy="hazard", has_events=True, served=(0,)),
     "kept": replace(
         _with(_WARM, retention=True),
         retentions=(Retention(50, ttl_s=60), Retention(20, ttl_s=60, num_tokens=1)),

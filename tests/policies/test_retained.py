@@ -69,16 +69,6 @@ def test_blocks_of_a_lower_priority_are_evicted_before_older_ones():
     assert lru.victims(2) == {3, 0}
 
 
-def test_a_policy_that_refuses_because_of_priorities_is_asked_without_them():
-    # Below its target, vLLM's ARC takes from T2 alone: here what is retained.
-    arc = Cache(make_retained(get_policy_maker("arc")(NUM_BLOCKS, 64)))
-    arc.executor.touch(keys_of([0]), True)
-    arc.state.inner.target.view(np.float64)[0] = NUM_BLOCKS
-    arc.retain([0], 99, ttl_ms=MINUTE_MS)
-    assert arc.victims(1) == {0}
-    assert arc.victims(2) is None  # as without priorities
-
-
 def test_a_policy_without_native_functions_is_refused():
     pure = get_policy_maker("lru")(4, 64)._replace(native=None)
     with pytest.raises(ValueError, match="has no native functions"):

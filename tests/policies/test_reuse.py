@@ -62,13 +62,6 @@ def test_without_room_a_class_counts_for_its_parent():
     assert table.num_rows == reuse.NUM_ROWS
 
 
-def test_a_table_that_is_scaled_up_trusts_its_classes_more():
-    table = make_table((5, 0, -1, 10, 9), (6, 0, -1, 10, 0))
-    more = reuse.scaled(table, 64)
-    assert (more.touches == 64 * table.touches).all()
-    assert values(more)[1] > values(table)[1] > values(table)[2] > values(more)[2]
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_ages_are_in_half_octaves(seed):
     rng = np.random.default_rng(seed)

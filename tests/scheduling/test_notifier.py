@@ -129,7 +129,6 @@ def test_several_processes_need_a_clock_that_they_agree_on(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     for policy, retains, what in (
         ("hazard", False, "'hazard' evicts by time"),
-        ("auto", False, "'auto' evicts by time"),
         ("lru", True, "retention=True evicts by time"),
     ):
         rules = OffloadRules(retention=retains)
