@@ -58,7 +58,7 @@ from jaxkv.scheduling.record.record import TraceRecorder
 from jaxkv.scheduling.record.recording import Recording
 from jaxkv.scheduling.reporting import Reporting
 from jaxkv.scheduling.request_log import RequestSummaries, Summary, log_summary
-from jaxkv.scheduling.requests import Requests, retention_of, stop_of
+from jaxkv.scheduling.requests import Requests, kind_of, retention_of, stop_of
 from jaxkv.scheduling.rules import OffloadRules, check_groups
 from jaxkv.scheduling.stats import Delays, OffloadStats
 from jaxkv.scheduling.stores import NO_STORES, Stores, StoreSteps
@@ -395,11 +395,12 @@ class OffloadScheduler(Reporting):
                 is less than the offer although not all groups have full attention; the
                 request's keys were rewritten since the offer; `block_ids` has an
                 invalid id, or the same block twice where blocks are loaded; or
-                `retention` is not a `Retention`. Then nothing changes.
+                `kind` or `retention` is invalid. Then nothing changes.
             TypeError: `block_ids` is not a list or an array of ints.
         """
         requests, pool = self._book, self._pool
         limits = requests.check_stores(request)
+        kind_of(request)  # Raises for other values.
         if self._manager.retains:
             retention_of(request)  # Raises for other types.
         name = request.request_id
@@ -450,7 +451,7 @@ class OffloadScheduler(Reporting):
         if self._listeners.begun:
             has_load = request.request_id in self._loads.by_request
             hits = num_local, num_external, has_load
-            start = Start(request, keys, *hits, requests.now_ms)
+            start = Start(request, keys, *hits, kind_of(request), requests.now_ms)
             for notify in self._listeners.begun:
                 notify(start)
 

@@ -51,10 +51,18 @@ class BareTier:
         self.num_declined = 0
         self.num_removed = 0  # Blocks evicted, discarded, or whose stores failed.
 
-    def begin(self, course: Course, keys: Words, now_ms: int, num_tokens: int) -> None:
+    def begin(
+        self,
+        course: Course,
+        keys: Words,
+        now_ms: int,
+        num_tokens: int,
+        kind: int | None = None,
+    ) -> None:
         """Notify the policy that a request begins, with `num_tokens` tokens so far."""
         if self.listens and len(keys):
-            course.mark = self._note(BEGIN, keys, begun(now_ms % _TIMES, num_tokens))
+            facts = begun(now_ms % _TIMES, num_tokens, kind)
+            course.mark = self._note(BEGIN, keys, facts)
 
     def finish(
         self, course: Course, keys: Words, now_ms: int, num_output: int, stop: int

@@ -22,7 +22,15 @@ from jaxkv.keys.packed import (
 )
 from jaxkv.policies import get_policy_maker, make_retained
 from jaxkv.policies.base import Policy
-from jaxkv.policies.facts import BEGIN, FINISH, RETAIN, begun, finished, retained
+from jaxkv.policies.facts import (
+    BEGIN,
+    FINISH,
+    RETAIN,
+    begun,
+    check_kind,
+    finished,
+    retained,
+)
 from jaxkv.policies.lru import LRUState, next_victims
 from jaxkv.policies.retained import RELEASE
 from jaxkv.policies.reuse import ReuseTable
@@ -225,13 +233,16 @@ class BlockIndex:
         num_tokens: int,
         now_ms: int,
         positions: Sequence[int] | None = None,
+        kind: int | None = None,
     ) -> int:
         """Notify a listening policy of a new request, before its blocks are used.
 
         Pass the keys of all full blocks of the prompt, resident or not. `now_ms` counts
         from any fixed moment. If the keys form several prefixes, such as one per layer
-        group, `positions` has the index of each block in its prefix. Returns the mark
-        that `finish_request` takes.
+        group, `positions` has the index of each block in its prefix. `kind` is a number
+        from 0 to 255 of the caller's choice, the same for requests whose prefixes are
+        used again alike, such as those of a route. Returns the mark that
+        `finish_request` takes.
 
         Example:
             >>> index = BlockIndex(16, num_blocks=2, cache_policy="hazard")
@@ -241,12 +252,13 @@ class BlockIndex:
         """
         check_whole(0, _MAX_COUNT, num_tokens=num_tokens)
         check_whole(None, now_ms=now_ms)
+        check_kind(kind)
         rows = self._rows_for_policy(block_hashes, positions)
         if rows is None:
             return 0
         self._advance_time(int(now_ms))
         words, block_positions = rows
-        facts = begun(self._now_ms % _TIMES, int(num_tokens))
+        facts = begun(self._now_ms % _TIMES, int(num_tokens), kind)
         return self.executor.note(words, BEGIN, block_positions, facts)
 
     def finish_request(

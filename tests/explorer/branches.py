@@ -26,12 +26,7 @@ OUTSIDE = {
         *("requests.py Requests._check_lists", "requests.py Requests._check_number"),
         *("rules.py _checked_shadow", "rules.py RuleSettings._contradictions"),
         *("rules.py OffloadRules._contradictions", "rules.py check_groups"),
-        *(
-            "rules.py check_shadows",
-            "rules.py shadow_conflicts",
-            "rules.py _check_one_group",
-            "rules.py check_lists_victims",
-        ),
+        *("rules.py _check_one_group", "rules.py check_lists_victims"),
     ),
     "it notifies listeners, which change nothing": (
         *("eager.py EagerStores._notify", "eager.py EagerStores._passes"),

@@ -44,10 +44,10 @@ class ReferenceRetained:
         if self.now_ms is None or (now_ms - self.now_ms) % 2**32 < HALF_TIME:
             self.now_ms = now_ms % 2**32
 
-    def begin(self, keys, num_tokens, now_ms, positions):
+    def begin(self, keys, num_tokens, now_ms, positions, kind):
         self.tell_time(now_ms)
         if hasattr(self.inner, "begin"):
-            return self.inner.begin(keys, num_tokens, now_ms, positions)
+            return self.inner.begin(keys, num_tokens, now_ms, positions, kind)
         return 0
 
     def finish(self, keys, mark, now_ms, num_output_tokens, stop, positions):

@@ -141,8 +141,9 @@ class Trio:
         if self.rng.random() < 0.2:  # of two groups of layers
             half = len(keys) // 2
             positions = [*range(half), *range(len(keys) - half)]
+        kind = self.rng.choice((None, None, 0, 7, 255))
         marks, expected = self.all(
-            "begin_request", keys, 16 * len(keys) + 5, self.now_ms, positions
+            "begin_request", keys, 16 * len(keys) + 5, self.now_ms, positions, kind
         )
         assert marks == [expected] * len(self.real)
         self.running.append((keys, positions, expected))

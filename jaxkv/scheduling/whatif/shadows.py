@@ -339,6 +339,7 @@ class Shadows:
         keys: Sequence[BlockKey],
         num_tokens: int,
         now_ms: int,
+        kind: int | None = None,
         *,
         has_lookup: bool,
         has_load: bool,
@@ -357,7 +358,7 @@ class Shadows:
         if not visit.courses:
             return
         for tier, course in zip(self._tiers, visit.courses, strict=True):
-            tier.begin(course, words, now_ms, num_tokens)
+            tier.begin(course, words, now_ms, num_tokens, kind)
             tier.executor.touch(words, True)
 
     def first_open_block(self, name: str, keys: Sequence[BlockKey]) -> int:

@@ -122,6 +122,7 @@ class Shadowed(WhatIf):
             start.keys[0],
             start.request.num_tokens,
             start.now_ms(),
+            start.kind,
             has_lookup=start.num_local is not None,
             has_load=start.has_load,
         )

@@ -327,11 +327,9 @@ class _Engine:
 
     def _begin(self, course: Course, request: _Request) -> None:
         trace, at = self.run.trace, request.number
-        keys, num_tokens = (
-            request.keys[: request.num_asked],
-            int(trace.input_tokens[at]),
-        )
-        self.host.begin(course, keys, int(trace.time_ms[at]), num_tokens)
+        keys, kind = request.keys[: request.num_asked], int(trace.kinds[at])
+        begun = int(trace.time_ms[at]), int(trace.input_tokens[at])
+        self.host.begin(course, keys, *begun, None if kind < 0 else kind)
 
     def _finish(self, course: Course, request: _Request) -> None:
         trace, at = self.run.trace, request.number
