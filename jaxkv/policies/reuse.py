@@ -50,11 +50,11 @@ NUM_ROWS = 2048
 ROOT = 0
 """The row of the class of all blocks."""
 
-SHRINK = 128
+SHRINK = 1024
 """The weight of the parent's statistics, in uses: of a few requests, as all blocks of
 one are used again together."""
 
-PRIOR = 1
+PRIOR = 32
 """The prior weight of reuses in each bin. With it alone, a block is worth less the
 longer it is not used, as for LRU."""
 

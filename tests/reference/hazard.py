@@ -277,14 +277,14 @@ class ReferenceHazard:
         for of_class in self.classes:
             num, nums = touches[of_class], reuses[of_class]
             if of_class == ALL:
-                shares[ALL] = [(n + 1) / (num + 2 * NUM_BINS) for n in nums]
+                shares[ALL] = [(n + 32) / (num + 64 * NUM_BINS) for n in nums]
             elif num == 0:
                 shares[of_class] = shares[of_class[:-1]]
                 self.index[of_class] = self.index[of_class[:-1]]
                 continue
             else:
                 pairs = zip(nums, shares[of_class[:-1]], strict=True)
-                shares[of_class] = [(n + 128 * s) / (num + 128) for n, s in pairs]
+                shares[of_class] = [(n + 1024 * s) / (num + 1024) for n, s in pairs]
             self.index[of_class] = self.make_row(shares[of_class])
 
     @staticmethod
