@@ -181,7 +181,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
         None,
         "scheduler",
         "File that preserves, across restarts, what `hazard` has learned "
-        "([shadows.md](shadows.md)). Each engine needs its own.",
+        "([policies.md](policies.md#what-hazard-needs)). Each engine needs its own.",
         _FILE,
     )
     enable_events: bool = settings.flag(

@@ -30,12 +30,13 @@ OUTSIDE = {
     ),
     "it notifies listeners, which change nothing": (
         *("eager.py EagerStores._notify", "eager.py EagerStores._passes"),
+        "listening.py Listeners.remove",
     ),
     "a request of a world keeps its history": (
         *("eager.py EagerStores._check_keys", "requests.py _Growing.updated"),
     ),
     "it runs before any event": (
-        "boundary.py make_boundaries",
+        *("boundary.py make_boundaries", "eager.py EagerStores.bind"),
         "scheduler.py OffloadScheduler.bind_device_block_pool",
         "scheduler.py OffloadScheduler.warm_up",
         "scheduler.py OffloadScheduler.wait_for_storage",
@@ -43,6 +44,7 @@ OUTSIDE = {
     "it is text, or a record for a reader of logs, metrics or files": (
         *("explain.py Explanation.__str__", "explain.py Explanation._rows"),
         *("stats.py Histogram.keep_samples", "stats.py Histogram.take_samples"),
+        "stats.py Histogram.add",
     ),
     "it is about several processes, or several tiers": (
         *("protocol.py OffloadMetadata.digest", "protocol.py _items_of"),

@@ -280,6 +280,17 @@ WORLDS = {
     ),
     "arc": replace(_WARM, policy="arc", has_events=True),
     "hazard": replace(_STORE, policy="hazard", has_events=True, served=(0,)),
+    "hazard, few": _with(
+        replace(
+            _STORE,
+            policy="hazard",
+            num_host_blocks=5,
+            num_storage_blocks=1,
+            served=(0,),
+        ),
+        *("lose", "forget", "gap", "less"),
+        max_storage_blocks=1,
+    ),
     "kept": replace(
         _with(_WARM, retention=True),
         retentions=(Retention(50, ttl_s=60), Retention(20, ttl_s=60, num_tokens=1)),
