@@ -76,7 +76,7 @@ class Policy(NamedTuple):
             key with a block is in one. Other values are up to the policy.
         note: ``(state, kind, keys, count, positions, facts) -> (state, mark)``. Learn
             from an event of a request with these keys. `jaxkv.policies.facts` lists the
-            events (`kind`, static) and their facts (i32[8]). `positions` (i32[K]) count
+            events (`kind`, static) and their facts (i32[9]). `positions` (i32[K]) count
             the blocks before each key in its prefix; 0 begins another prefix. `FINISH`
             gets the `mark` (i32[]) that `BEGIN` returned, as a fact. None if the policy
             ignores events, which then cost nothing.

@@ -39,6 +39,12 @@ def _with(setup, *acts, **rules):
     return replace(setup, rules=new_rules, acts=(*setup.acts, *acts))
 
 
+_FEW = _with(
+    replace(_STORE, num_host_blocks=5, num_storage_blocks=1),
+    "lose",
+    max_storage_blocks=1,
+)
+
 WORLDS = {
     # Small enough that all of it is seen.
     "tiny": Setup((("ab", 2),), num_device_blocks=2, num_host_blocks=1, acts=ACTS),
@@ -56,11 +62,7 @@ WORLDS = {
     "store, on evict": _with(
         replace(_STORE, private="c"), "part", "leave", storage_write="on_evict"
     ),
-    "store, few": _with(
-        replace(_STORE, num_host_blocks=5, num_storage_blocks=1),
-        "lose",
-        max_storage_blocks=1,
-    ),
+    "store, few": _FEW,
     "store, in windows": _with(
         replace(
             _STORE,
@@ -280,16 +282,11 @@ WORLDS = {
     ),
     "arc": replace(_WARM, policy="arc", has_events=True),
     "hazard": replace(_STORE, policy="hazard", has_events=True, served=(0,)),
-    "hazard, few": _with(
-        replace(
-            _STORE,
-            policy="hazard",
-            num_host_blocks=5,
-            num_storage_blocks=1,
-            served=(0,),
-        ),
-        *("lose", "forget", "gap", "less"),
-        max_storage_blocks=1,
+    "hazard, small": _with(
+        replace(_FEW, policy="hazard", served=(0,)), "forget", "gap", "less"
+    ),
+    "few, on reuse": _with(
+        replace(_FEW, served=(0,)), "forget", "gap", "less", storage_write="on_reuse"
     ),
     "kept": replace(
         _with(_WARM, retention=True),
