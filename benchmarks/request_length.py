@@ -66,7 +66,6 @@ CASES: dict[str, dict[str, Any]] = {
     "shadows, stored if reused": {
         "rules": {"shadow": "lru*1", "store_threshold": 2},
     },
-    "auto": {"policy": "auto"},
     "hazard": {"policy": "hazard"},
     "retention": {"rules": {"retention": True}},
     "stored if reused": {"rules": {"store_threshold": 2}},

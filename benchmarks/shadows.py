@@ -1,6 +1,6 @@
 """Cost of shadows per request, and the error of sampled shadows.
 
-cost: six shadows (lru at 0.5, 1, 2 and 4 times the host's size, slru and hazard at 1)
+cost: six shadows (lru at 0.5, 1, 2 and 4 times the host's size, arc and hazard at 1)
     see requests of 64 blocks, half of them repeated: processor time of all calls for
     a request, by the blocks of the host.
 accuracy: what a sampled shadow says is found of a trace's prefix blocks, beside the
@@ -41,8 +41,8 @@ from jaxkv.tools.replay.run import replay
 from jaxkv.tools.replay.traces import Trace, read_trace
 from jaxkv.types import STOPS, Stop
 
-SIX = "lru*0.5,1,2,4;slru*1;hazard*1"
-POLICIES = "lru", "arc_fixed", "slru", "hazard"
+SIX = "lru*0.5,1,2,4;arc*1;hazard*1"
+POLICIES = "lru", "arc", "hazard"
 BLOCKS_A_REQUEST = 64
 ROUNDS = 400
 

@@ -17,11 +17,9 @@ if TYPE_CHECKING:
     from jaxkv.policies import Policy as Policy
     from jaxkv.policies import get_policy_maker as get_policy_maker
     from jaxkv.policies import make_arc as make_arc
-    from jaxkv.policies import make_arc_fixed as make_arc_fixed
     from jaxkv.policies import make_hazard as make_hazard
     from jaxkv.policies import make_lru as make_lru
     from jaxkv.policies import make_retained as make_retained
-    from jaxkv.policies import make_slru as make_slru
     from jaxkv.policies import policy_names as policy_names
     from jaxkv.policies import register_policy as register_policy
     from jaxkv.scheduling import ConnectorOutput as ConnectorOutput
@@ -54,8 +52,8 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "jaxkv.config": "ConfigError OffloadConfig",
     "jaxkv.keys": "Extras KeyChain MultimodalItem Namespace",
-    "jaxkv.policies": "Policy get_policy_maker make_arc make_arc_fixed make_hazard "
-    "make_lru make_retained make_slru policy_names register_policy",
+    "jaxkv.policies": "Policy get_policy_maker make_arc make_hazard "
+    "make_lru make_retained policy_names register_policy",
     "jaxkv.scheduling": "ConnectorOutput OffloadMetadata OffloadRules OffloadScheduler "
     "OffloadWorker SchedulerOutput TraceRecorder",
     "jaxkv.search": "ChunkedLocal FullAttention Mamba SlidingWindow find_cached_prefix "

@@ -27,7 +27,6 @@ from jaxkv._util.settings import ConfigError as ConfigError
 from jaxkv._util.settings import Fault, Key, Settings, exclusion, keys_of, table_of
 from jaxkv.observe.start import log_start
 from jaxkv.policies import policy_names
-from jaxkv.policies.registry import AUTO
 from jaxkv.scheduling.boundary import TierBelow
 from jaxkv.scheduling.protocol import Mover
 from jaxkv.scheduling.record.record import (
@@ -43,7 +42,6 @@ from jaxkv.scheduling.rules import (
     check_lists_victims,
 )
 from jaxkv.scheduling.scheduler import OffloadScheduler
-from jaxkv.scheduling.whatif.auto import contradictions
 from jaxkv.scheduling.worker.storage_worker import StorageWorker, open_storage
 from jaxkv.scheduling.worker.worker import OffloadWorker
 from jaxkv.search.groups import GroupSpec, as_groups
@@ -142,9 +140,9 @@ class _HostSettings(Settings):
     cache_policy: str = settings.name(
         "lru",
         "scheduler",
-        "Policy that evicts from a full host tier: `lru`, `arc`, `arc_fixed`, `slru`, "
-        "`hazard`, your own ([policies.md](policies.md)), or [`auto`](shadows.md).",
-        names=lambda: [*policy_names(), AUTO],
+        "Policy that evicts from a full host tier: `lru`, `arc`, `hazard`, or "
+        "your own ([policies.md](policies.md)).",
+        names=policy_names,
     )
     executor: ExecutorName = settings.name(
         "native",
@@ -182,7 +180,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
         None,
         "scheduler",
         "File that preserves, across restarts, what `hazard` has learned "
-        "([shadows.md](shadows.md)). Each engine needs its own.",
+        "([policies.md](policies.md#what-hazard-needs)). Each engine needs its own.",
         _FILE,
     )
     enable_events: bool = settings.flag(
@@ -788,8 +786,6 @@ class OffloadConfig(RuleSettings, _HostSettings):
 
     def _contradictions(self) -> Iterator[Fault]:
         yield from super()._contradictions()
-        if self.cache_policy == AUTO:
-            yield from contradictions(self)
         if self.host_bytes is not None and self.num_host_blocks is not None:
             yield exclusion(
                 *("host_bytes", shown(self.host_bytes)),

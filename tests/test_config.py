@@ -256,7 +256,7 @@ REFUSED = """
 {"mode": "lzay"} | mode='lzay' must be one of eager, lazy: did you mean lazy?
 {"mode": null}                 | mode=None must be one of eager, lazy
 {"mode": ["lazy"]}             | mode=['lazy'] must be one of eager, lazy
-{"cache_policy": "LRU"}        | lru, arc, arc_fixed, slru, hazard, auto: did you mean
+{"cache_policy": "LRU"}        | lru, arc, hazard: did you mean
 {"transfer_mode": "x"}         | ='x' must be one of fused, staged, or None
 {"compression": "pf8"}         | one of int8, fp8, or None: did you mean fp8?
 {"deadline_s": 0} | deadline_s=0 must be a number of seconds above 0, or None
@@ -305,7 +305,7 @@ STANDS_FOR = {
 
 def test_a_refusal_names_the_key_and_what_would_be_right(monkeypatch):
     # Without the policies that other tests and examples have registered.
-    names = ("lru", "arc", "arc_fixed", "slru", "hazard")
+    names = ("lru", "arc", "hazard")
     builtin = {name: registry._makers[name] for name in names}
     monkeypatch.setattr(registry, "_makers", builtin)
     for row in filter(None, REFUSED.splitlines()):

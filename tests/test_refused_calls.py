@@ -160,6 +160,7 @@ def make_request(name, *path):
         max_load_tokens=None,
         remote_prefill=False,
         stop=None,
+        kind=None,
         retention=None,
     )
 
@@ -184,6 +185,7 @@ _STORED = {
     "num_prompt_tokens": _LIMIT,
     "num_output_placeholders": _NO_COUNTS,
 }
+_BEGUN = {"kind": [-1, 256, True, 1.0, "1", object()]}
 _ENDED = {
     "stop": ["eos", b"stop", 7, ["end_turn"], np.array([1, 2]), object()],
     "retention": ["80", 80, {"priority": 80}, object()],
@@ -191,7 +193,7 @@ _ENDED = {
 _CALLS = {
     "get_num_new_matched_tokens": (_LOOKED_UP, lambda request: (0,)),
     "explain": (_LOOKED_UP, lambda request: (0,)),
-    "update_state_after_alloc": (_STORED, lambda request: (request.blocks, 0)),
+    "update_state_after_alloc": (_STORED | _BEGUN, lambda request: (request.blocks, 0)),
     "request_preempted": (_STORED, lambda request: ()),
     "request_finished": (_STORED | _ENDED, lambda request: (request.blocks,)),
 }
@@ -388,16 +390,16 @@ def test_arguments_of_a_wrong_type_are_refused_by_the_manager(policy):
             yield from one_wrong(getattr(manager, name), (blocks,), (_NO_IDS,))
         yield from one_wrong(manager.publish, ([2], make_keys(4)), (_NO_IDS, _NO_KEYS))
         yield from one_wrong(manager.has_room, (new, blocks), ([], _NO_IDS))
-        for name in ("change_policy", "complete_step"):
-            wrong = [7, None, "lru", ["lru"], object()]
-            yield from one_wrong(getattr(manager, name), ("?",), (wrong,))
+        wrong = [7, None, "lru", ["lru"], object()]
+        yield from one_wrong(manager.complete_step, ("?",), (wrong,))
         # Without retention no key has a priority, and "lru" learns nothing of requests.
         wrong = _NO_KEYS, [LONG, 80, {"priority": 80}], _NO_INTS
         if policy == "lru":
             yield from one_wrong(manager.retain, (keys, None, 0), wrong)
             return
         wrong = _NO_KEYS, [*_NO_COUNTS, 1 << 31], _NO_INTS, _NO_POSITIONS
-        yield from one_wrong(manager.begin_request, (keys, 8, 0, [0, 1]), wrong)
+        wrong = *wrong, [-1, 256, 1.0, "1", object()]
+        yield from one_wrong(manager.begin_request, (keys, 8, 0, [0, 1], 0), wrong)
         wrong = _NO_KEYS, [*_NO_INTS, True], _NO_INTS, _LIMIT, _ENDED["stop"]
         right = keys, 0, 0, 4, "end_turn", [0, 1]
         yield from one_wrong(manager.finish_request, right, (*wrong, _NO_POSITIONS))

@@ -63,7 +63,6 @@ class Readings:
         self.share_held = (written + read) / scheduler.num_host_blocks
         self.in_flight = {"load": now.loads_in_flight, "store": now.stores_in_flight}
         self.policy = {scheduler.serving_policy or "unnamed": 1.0}
-        self.num_policy_changes = scheduler.num_policy_changes or 0
         # None for a rule that is off.
         self.waiting: dict[str, float] | None = None
         self.num_skipped: int | None = None
@@ -222,8 +221,6 @@ delays jaxkv:kv_offload_load_delay_seconds = scheduler.delays.loads
     From the lookup that offered a load until its arrival was reported.
 gauge jaxkv:kv_offload_policy_info (policy) = policy
     Always 1; the label is the cache policy that serves.
-counter jaxkv:kv_offload_policy_changes = num_policy_changes
-    How often the policy auto has changed the policy that serves.
 counter jaxkv:kv_offload_requests_recorded = scheduler.recorder.stats.num_written
     Requests that were written to the trace.
 counter jaxkv:kv_offload_requests_not_recorded = scheduler.recorder.stats.num_dropped

@@ -2,11 +2,8 @@
 
 from jaxkv.policies.arc import ARCState as ARCState
 from jaxkv.policies.arc import make_arc as make_arc
-from jaxkv.policies.arc import make_arc_fixed as make_arc_fixed
 from jaxkv.policies.base import EvictResult as EvictResult
-from jaxkv.policies.base import Held as Held
 from jaxkv.policies.base import InsertResult as InsertResult
-from jaxkv.policies.base import Learned as Learned
 from jaxkv.policies.base import Policy as Policy
 from jaxkv.policies.hazard import HazardState as HazardState
 from jaxkv.policies.hazard import make_hazard as make_hazard
@@ -19,5 +16,3 @@ from jaxkv.policies.registry import policy_names as policy_names
 from jaxkv.policies.registry import register_policy as register_policy
 from jaxkv.policies.retained import RetainedState as RetainedState
 from jaxkv.policies.retained import make_retained as make_retained
-from jaxkv.policies.slru import SLRUState as SLRUState
-from jaxkv.policies.slru import make_slru as make_slru

@@ -5,11 +5,11 @@ An evicted block's key becomes a ghost: in B1 if the block was in T1, in B2 if i
 T2. `target` is the desired size of T1: a hit in B1 raises it, because T1 was too small;
 a hit in B2 lowers it (Megiddo and Modha, FAST 2003).
 
-`make_arc` matches vLLM 0.19.1's `ARCCachePolicy`, which departs from the paper in four
+`make_arc` matches vLLM 0.19.1's `ARCCachePolicy`, which departs from the paper in three
 points. A new block starts in T1 even if its key has a ghost. A hit does not promote a
-block whose store is in flight. The target moves once per ghost in a batch. T1 is
-evicted only until it is smaller than the target, and then only T2: if T2 has too few
-idle blocks, the eviction fails even if T1 has more. `make_arc_fixed` fixes three.
+block whose store is in flight. The target moves once per ghost in a batch. One
+thing is as in later versions (vLLM pull request 55461): T1 is evicted until it is
+smaller than the target, then T2, and if T2 has too few idle blocks, T1 again.
 
 An entry is the number of a key in these lists. A used entry always moves to the recent
 end of a list, so one recency log stores all four lists.
@@ -51,15 +51,9 @@ from jaxkv.types import NO_BLOCK
 B1, B2, T1, T2 = range(4)
 NO_LIST = -1
 
-EXACT, FIXED = 0, 1
-"""The `variant` of native functions: `make_arc`'s and `make_arc_fixed`'s."""
-
 _NO_REF_CNT = np.empty(0, np.int32)  # As `ref_cnt`: every entry is eligible.
 
 _NUM_LISTS = 4
-
-_MAX_STEP_SHARE = 16
-"""In `make_arc_fixed`, a `touch` moves the target by at most 1/16 of the blocks."""
 
 
 @jax.tree_util.register_dataclass
@@ -108,9 +102,7 @@ def native_find(state: Any, keys: Any, entries: Any, block_ids: Any) -> None:
         block_ids[row] = state.block_ids[entry] if entry >= 0 else NO_BLOCK
 
 
-def touch(
-    state: ARCState, keys: Array, count: Array, ready: Array, *, fixed: bool
-) -> ARCState:
+def touch(state: ARCState, keys: Array, count: Array, ready: Array) -> ARCState:
     """Record a use of each key, the last key first; see `Policy.touch`.
 
     A block of T1 moves to T2, unless its store is in flight. Any other entry moves to
@@ -124,22 +116,20 @@ def touch(
     order = recency.put(order, entries, new_lists, ranks, count)
     # One row per entry: a key that occurs twice in the batch moves only once.
     moved = recency.is_newest(order, entries, ranks, count)
-    # `_adapt_target` needs the order of use, from the last key to the first.
-    adapt, hits = (_adapt_target_once, lists) if fixed else (_adapt_target, lists[::-1])
+    hits = lists[::-1]  # In the order of use, from the last key to the first.
     return dataclasses.replace(
         state,
         order=order,
         sizes=state.sizes + _list_sizes(new_lists, moved) - _list_sizes(lists, moved),
-        target=adapt(state.target, hits, state.sizes, _num_entries(state) // 3),
+        target=_adapt_target(state.target, hits, state.sizes, _num_entries(state) // 3),
     )
 
 
 @compiled
-def native_touch(state: Any, variant: int, entries: Any, is_use: Any) -> None:
+def native_touch(state: Any, entries: Any, is_use: Any) -> None:
     """In-place form of `touch`."""
     count = entries.shape[0]
     recency.native_make_room(state.order, count)
-    num_b1, num_b2 = 0, 0
     for row in range(count - 1, -1, -1):
         entry = entries[row]
         if entry < 0:
@@ -150,23 +140,13 @@ def native_touch(state: Any, variant: int, entries: Any, is_use: Any) -> None:
             state.sizes[T2] += 1
             list_id = T2
         elif list_id in (B1, B2):
-            if variant == EXACT:
-                _move_target(state, list_id)
-            num_b1 += list_id == B1
-            num_b2 += list_id == B2
+            _move_target(state, list_id)
         recency.native_put(state.order, entry, list_id, count - 1 - row)
     recency.advance(state.order, count)
-    if variant == FIXED:
-        _move_target_once(state, num_b1, num_b2)
 
 
-def insert(
-    state: ARCState, keys: Array, block_ids: Array, *, fixed: bool
-) -> InsertResult:
-    """Add new keys to T1, in their order; see `Policy.insert`.
-
-    A key with a ghost keeps its entry and, if `fixed`, goes to T2.
-    """
+def insert(state: ARCState, keys: Array, block_ids: Array) -> InsertResult:
+    """Add new keys to T1, in their order; a key with a ghost keeps its entry."""
     no_entry = _num_entries(state)
     is_new = block_ids != NO_BLOCK
     ghosts = directory_lib.find(state.directory, keys, is_new)
@@ -180,8 +160,6 @@ def insert(
     order = recency.make_room(state.order, count)
     lists = recency.list_of(order, entries)
     new_lists = jnp.full_like(lists, T1)
-    if fixed:
-        new_lists = jnp.where(lists == NO_LIST, T1, T2)
     sizes = state.sizes + _list_sizes(new_lists, inserted)
     sizes -= _list_sizes(lists, inserted)
     inserted_state = dataclasses.replace(
@@ -197,7 +175,7 @@ def insert(
 
 
 @compiled
-def native_insert(state: Any, variant: int, keys: Any, block_ids: Any) -> None:
+def native_insert(state: Any, keys: Any, block_ids: Any) -> None:
     """In-place form of `insert`."""
     num_rows = block_ids.shape[0]
     entries = filled(num_rows, directory_lib.NO_ENTRY, np.int32)
@@ -231,12 +209,11 @@ def native_insert(state: Any, variant: int, keys: Any, block_ids: Any) -> None:
         if entry < 0:
             continue
         list_id = recency.native_list_of(state.order, entry)
-        new_list = T2 if variant == FIXED and list_id != NO_LIST else T1
         if list_id != NO_LIST:
             state.sizes[list_id] -= 1
-        state.sizes[new_list] += 1
+        state.sizes[T1] += 1
         state.block_ids[entry] = block_ids[row]
-        recency.native_put(state.order, entry, new_list, rank)
+        recency.native_put(state.order, entry, T1, rank)
         rank += 1
     recency.advance(state.order, count)
     # Return the entries of keys that the directory had no room for.
@@ -270,13 +247,8 @@ def native_remove(state: Any, entries: Any) -> None:
     _native_push_unused(state, entries)
 
 
-def evict(
-    state: ARCState, num: Array, ref_cnt: Array, width: int, *, fixed: bool
-) -> EvictResult:
-    """Evict the oldest blocks of T1 down to the target, then of T2; see `Policy.evict`.
-
-    If `fixed` and T2 has too few idle blocks, evict more of T1.
-    """
+def evict(state: ARCState, num: Array, ref_cnt: Array, width: int) -> EvictResult:
+    """Evict the oldest of T1 down to the target, of T2, and of T1 if T2 has too few."""
     no_entry, num_blocks = _num_entries(state), ref_cnt.shape[0]
 
     def oldest(num: Array, list_id: int) -> Oldest:
@@ -292,12 +264,11 @@ def evict(
     t1 = oldest(jnp.clip(above_target, 0, num), T1)
     num_first_t1 = t1.num
     t2 = oldest(num - num_first_t1, T2)
-    if fixed:
-        t1 = oldest(num - t2.num, T1)
+    t1 = oldest(num - t2.num, T1)
     ok = t1.num + t2.num >= num
     from_t1, from_t2 = jnp.where(ok, num - t2.num, 0), jnp.where(ok, t2.num, 0)
 
-    # The victims: blocks of T1, then of T2, then (if fixed) more of T1.
+    # The victims: blocks of T1, then of T2, then more of T1.
     row = jnp.arange(width, dtype=jnp.int32)
     is_t2 = (row >= num_first_t1) & (row < num_first_t1 + t2.num)
     of_t1 = t1.entries[jnp.where(row < num_first_t1, row, row - t2.num)]
@@ -332,9 +303,7 @@ def evict(
 
 
 @compiled
-def native_evict(
-    state: Any, variant: int, num: int, ref_cnt: Any, block_ids: Any, keys: Any
-) -> Any:
+def native_evict(state: Any, num: int, ref_cnt: Any, block_ids: Any, keys: Any) -> Any:
     """In-place form of `evict`."""
     order, num_blocks = state.order, ref_cnt.shape[0]
     t1, t2 = empty(num, np.int32), empty(num, np.int32)
@@ -347,14 +316,13 @@ def native_evict(
     num_t2, head_t2 = recency.native_find_oldest(
         order, num - num_t1, T2, state.block_ids, ref_cnt, t2
     )
-    if variant == FIXED:
-        num_t1, head_t1 = recency.native_find_oldest(
-            order, num - num_t2, T1, state.block_ids, ref_cnt, t1
-        )
+    num_t1, head_t1 = recency.native_find_oldest(
+        order, num - num_t2, T1, state.block_ids, ref_cnt, t1
+    )
     if num_t1 + num_t2 < num:
         return False
 
-    # The victims: blocks of T1, then of T2, then (if fixed) more of T1.
+    # The victims: blocks of T1, then of T2, then more of T1.
     victims = empty(num, np.int32)
     copy_items(victims, 0, t1, num_first_t1)
     copy_items(victims, num_first_t1, t2, num_t2)
@@ -406,17 +374,6 @@ def _move_target(state: Any, list_id: int) -> None:
         target[0] = greater(target[0] - greater(b1 / b2, 1.0), 0.0)
 
 
-@compiled
-def _move_target_once(state: Any, num_b1: int, num_b2: int) -> None:
-    """Move the target once for `num_b1` hits in B1 and `num_b2` hits in B2."""
-    target, num_blocks = state.target.view(np.float64), state.block_ids.shape[0] // 3
-    b1, b2 = greater(state.sizes[B1], 1), greater(state.sizes[B2], 1)
-    longer, max_step = greater(b1, b2), num_blocks / _MAX_STEP_SHARE
-    step = num_b1 * longer / b1 - num_b2 * longer / b2
-    step = greater(lesser(step, max_step), -max_step)
-    target[0] = greater(lesser(target[0] + step, float(num_blocks)), 0.0)
-
-
 def snapshot(state: ARCState) -> dict[str, Any]:
     """Describe a state. For the host, not for jit.
 
@@ -433,7 +390,7 @@ def snapshot(state: ARCState) -> dict[str, Any]:
 
 @kept
 def make_arc(num_blocks: int, max_batch: int = 4096) -> Policy:
-    """Make the adaptive replacement policy of vLLM 0.19.1 for `num_blocks`.
+    """Make vLLM's adaptive replacement policy for a tier of `num_blocks`.
 
     Args:
         num_blocks: Blocks of the tier.
@@ -457,66 +414,18 @@ def make_arc(num_blocks: int, max_batch: int = 4096) -> Policy:
         >>> arc.evict(state, jnp.int32(1), refs, 2).block_ids.tolist()
         [1, -1]
     """
-    return _make(num_blocks, max_batch, fixed=False)
-
-
-@kept
-def make_arc_fixed(num_blocks: int, max_batch: int = 4096) -> Policy:
-    """Make the adaptive replacement policy without vLLM 0.19.1's defects.
-
-    It differs from `make_arc` in three points:
-
-    * If T2 has too few idle blocks, it evicts more of T1. vLLM 0.19.1 refuses the
-      eviction, and offloads nothing until the target has moved (fixed later, by vLLM
-      pull request 55461).
-    * A call of `touch` moves the target once, by the sum of its hits in B1 (up) and B2
-      (down), and by at most 1/16 of the blocks. With one step per hit, a single long
-      prompt can move the target from one end to the other (vLLM 51787). The limit is
-      relative to the tier, so that a shadow that samples keys behaves like the tier
-      (`jaxkv.scheduling.whatif.key_sample`). A fixed step per request would not scale
-      with the sample, which would also miss most requests with few ghosts.
-    * A key that is inserted while it has a ghost goes to T2, as in the paper, because
-      this is its second use. vLLM puts it in T1, where it needs one more use.
-
-    Args:
-        num_blocks: Blocks of the tier.
-        max_batch: Maximum keys in one call.
-
-    Returns:
-        The policy; see `make_arc`.
-
-    Raises:
-        ValueError: If an argument is less than 1.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> arc = make_arc_fixed(num_blocks=4)
-        >>> key = jnp.arange(8, dtype=jnp.uint32).reshape(1, 8)
-        >>> state, _ = arc.insert(arc.init(), key, jnp.array([0]))
-        >>> state = arc.evict(state, jnp.int32(1), jnp.zeros(4, jnp.int32), 1).state
-        >>> len(snapshot(state)["b1"])
-        1
-        >>> state, _ = arc.insert(state, key, jnp.array([2]))
-        >>> len(snapshot(state)["t2"])
-        1
-    """
-    return _make(num_blocks, max_batch, fixed=True)
-
-
-def _make(num_blocks: int, max_batch: int, *, fixed: bool) -> Policy:
     check_whole(1, num_blocks=num_blocks, max_batch=max_batch)
     return Policy(
         num_blocks=num_blocks,
         max_batch=max_batch,
         init=functools.partial(init, num_blocks, max_batch),
         find=find,
-        touch=functools.partial(touch, fixed=fixed),
-        insert=functools.partial(insert, fixed=fixed),
+        touch=touch,
+        insert=insert,
         remove=remove,
-        evict=functools.partial(evict, fixed=fixed),
+        evict=evict,
         snapshot=snapshot,
-        native=NATIVE_FIXED if fixed else NATIVE,
-        always_evicts=fixed,
+        native=NATIVE,
     )
 
 
@@ -599,26 +508,6 @@ def _adapt_target(target: Array, lists: Array, sizes: Array, num_blocks: int) ->
         return lax.bitcast_convert_type(value, jnp.uint32)
 
 
-def _adapt_target_once(
-    target: Array, lists: Array, sizes: Array, num_blocks: int
-) -> Array:
-    """Move the target (u32[2], the bits of a float64) once for all hits in B1 and B2.
-
-    `lists` (i32[K]) has the list of each used entry before the touch, in any order.
-    """
-    is_ghost = lists[:, None] == jnp.array([B1, B2], jnp.int32)[None, :]
-    hits = jnp.sum(is_ghost, axis=0, dtype=jnp.int32)
-    with jax.enable_x64(True):
-        ghosts = jnp.maximum(sizes[:2], 1).astype(jnp.float64)
-        # Multiply before dividing, so that all backends round equally often.
-        up, down = hits.astype(jnp.float64) * jnp.max(ghosts) / ghosts
-        max_step = num_blocks / _MAX_STEP_SHARE
-        value = lax.bitcast_convert_type(target, jnp.float64)
-        value = value + jnp.clip(up - down, -max_step, max_step)
-        value = jnp.clip(value, 0.0, float(num_blocks))
-        return lax.bitcast_convert_type(value, jnp.uint32)
-
-
 def _target_as_int(target: Array) -> Array:
     """Truncate the target (u32[2], the bits of a float64) to an integer: i32[]."""
     with jax.enable_x64(True):
@@ -631,11 +520,8 @@ def target_as_float(target: Array) -> float:
 
 
 NATIVE = NativePolicy(
-    native_find, native_touch, native_insert, native_remove, native_evict, EXACT
+    native_find, native_touch, native_insert, native_remove, native_evict
 )
-
-
-NATIVE_FIXED = NATIVE._replace(variant=FIXED)
 
 
 register_native(ARCState, NATIVE)

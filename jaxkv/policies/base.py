@@ -6,10 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-from numpy.typing import NDArray
 
-from jaxkv.policies.directory import Directory
 from jaxkv.policies.native import NativePolicy
 from jaxkv.types import PyTree
 
@@ -43,24 +40,6 @@ class InsertResult(NamedTuple):
     inserted: jax.Array
 
 
-class Held(NamedTuple):
-    """The n resident blocks that one policy hands over to another."""
-
-    directory: Directory  # Maps each key to its block; an entry is a block id.
-    blocks: NDArray[np.int32]
-    """i32[n]. The blocks that hold a key, from the least to the most recently used."""
-
-
-class Learned(NamedTuple):
-    """The state of a shadow, which ran the next policy on a sample of the keys."""
-
-    state: PyTree  # The shadow's policy state.
-    blocks: NDArray[np.int32]
-    """i32[n]. For each of `Held.blocks`, the shadow's block with the same key, or with
-    the key nearest in the order of use among the keys that the shadow has."""
-    scale: int  # Keys of the tier per key of the shadow.
-
-
 def _absent(*_: Any) -> Any:
     raise TypeError("this policy has no pure functions: call its `native` ones.")
 
@@ -90,14 +69,14 @@ class Policy(NamedTuple):
         remove: ``(state, keys, block_ids) -> state``. Forget each key whose `block_ids`
             (i32[K]), the block that holds it, is not NO_BLOCK. These keys are unique.
         evict: ``(state, num, ref_cnt, width) -> EvictResult``. Evict `num` (i32[])
-            blocks whose `ref_cnt` (i32[B]) is 0, all or none. `width`, static and at
-            least `num`, is the K of the result.
+            blocks whose `ref_cnt` (i32[B]) is 0, or none if fewer hold a key. `width`,
+            static and at least `num`, is the K of the result.
         snapshot: ``(state) -> dict``. Describe a state, on the host and not under jit.
             Each list in the dict has keys (`bytes`). No key is in two lists, and every
             key with a block is in one. Other values are up to the policy.
         note: ``(state, kind, keys, count, positions, facts) -> (state, mark)``. Learn
             from an event of a request with these keys. `jaxkv.policies.facts` lists the
-            events (`kind`, static) and their facts (i32[8]). `positions` (i32[K]) count
+            events (`kind`, static) and their facts (i32[9]). `positions` (i32[K]) count
             the blocks before each key in its prefix; 0 begins another prefix. `FINISH`
             gets the `mark` (i32[]) that `BEGIN` returned, as a fact. None if the policy
             ignores events, which then cost nothing.
@@ -109,13 +88,6 @@ class Policy(NamedTuple):
             is None.
         retains: Whether `note` handles `RETAIN`, which gives blocks a priority;
             `jaxkv.policies.make_retained` makes such a policy.
-        always_evicts: Whether `evict` always succeeds if `num` blocks hold a key and
-            have a `ref_cnt` of 0.
-        hand_over: ``(state) -> Held``. On the host, return the blocks for another
-            policy. None if the policy cannot be replaced at run time.
-        take_over: ``(held, learned) -> state``. On the host, make a state from the
-            blocks of another policy; `learned` (`Learned`) may be None. None if the
-            policy cannot replace another at run time.
     """
 
     num_blocks: int
@@ -131,9 +103,6 @@ class Policy(NamedTuple):
     note: Callable[..., tuple[PyTree, jax.Array]] | None = None
     admit: Callable[..., jax.Array] | None = None
     retains: bool = False
-    always_evicts: bool = False
-    hand_over: Callable[[PyTree], Held] | None = None
-    take_over: Callable[[Held, Learned | None], PyTree] | None = None
 
     @property
     def listens(self) -> bool:

@@ -5,9 +5,10 @@ blocks of each class are used again, and evicts accordingly.
 
 * The class of a block: of its last request, the turn in the conversation (1; 2; 3 or 4;
   5 or more), the share of its blocks that are new, in quarters, the tokens it generated
-  (unknown; less than 64, 256 or 1024; more) and its stop reason, if known. Then whether
-  the block was known before, and how long the conversation had paused. Output and stop
-  reason are known when the request finishes; until then, a block has a class without.
+  (unknown; less than 64, 256 or 1024; more) and its stop reason, if known. Then its
+  `kind`, if it has one, whether the block was known before, and how long the
+  conversation had paused. Output and stop reason are known when the request finishes;
+  until then, a block has a class without.
 * The turn: if no block has followed the request's deepest known block yet, the request
   continues that block's conversation, one turn later. Otherwise its turn is 1.
 * Learning: `jaxkv.policies.reuse` counts reuse by class and age. It also counts reuse
@@ -53,11 +54,12 @@ from jaxkv.policies import clock
 from jaxkv.policies import directory as directory_lib
 from jaxkv.policies import ghosts as ghosts_lib
 from jaxkv.policies import reuse as reuse_lib
-from jaxkv.policies.base import Held, Learned, Policy
+from jaxkv.policies.base import Policy
 from jaxkv.policies.directory import Directory
 from jaxkv.policies.facts import (
     BEGIN,
     FINISH,
+    KIND,
     MARK,
     NOW_MS,
     NUM_OUTPUT,
@@ -85,20 +87,23 @@ MAX_PAUSE_LOG = 11
 """A conversation's pause counts by its seconds: less than 1, 3, 15, 63, 255, 1023 or
 more; 0 is for none."""
 
-# The mark of a request: pause (3 bits), share (2), class by turn (2), turn (3).
+# The mark of a request: pause (3 bits), share (2), class by turn (2), turn (3), kind
+# plus 1 (9).
 PAUSE_MASK = 7
 SHARE_SHIFT = 3
 SHARE_MASK = NUM_SHARES - 1
 BUCKET_SHIFT = 5
 BUCKET_MASK = 3
 MARK_TURN_SHIFT = 7
+MARK_KIND_SHIFT = 10
 
-# The code of a class: its request's facts plus 1, then 2 bits for `NEW` or `KNOWN` and
-# 4 for the pause plus 1; 0 for a class without that fact. Negative for a class by the
-# facts that are known when a request begins.
+# The code of a class: its request's facts plus 1, then 2 bits for `NEW` or `KNOWN`, 4
+# for the pause plus 1 and 9 for the kind plus 1; 0 for a class without that fact.
+# Negative for a class by the facts that are known when a request begins.
 NEW, KNOWN = 1, 2
-KNOWN_SHIFT = 4
-REQUEST_SHIFT = 6
+PAUSE_SHIFT = 9
+KNOWN_SHIFT = 13
+REQUEST_SHIFT = 15
 
 # A label: the row of a class (11 bits), turn (3 bits), and whether a block ever
 # followed (1 bit).
@@ -106,6 +111,9 @@ ROW_MASK = reuse_lib.NUM_ROWS - 1
 TURN_SHIFT = 11
 TURN_MASK = 7
 CHILD = 1 << 14
+
+MAX_ROWS_WITH_KINDS = reuse_lib.NUM_ROWS // 4 * 3
+"""Classes by kind stop here, so that callers with many kinds leave room for others."""
 
 NO_LABEL = -1
 NO_PARENT = -1
@@ -130,7 +138,6 @@ NUM_GHOSTS = 1 << 16
 """Evicted keys that are remembered."""
 
 _QUEUE_SHARE = 16
-_MAX_VALUE = 0x7FFFFFFF
 
 
 @jax.tree_util.register_dataclass
@@ -183,7 +190,7 @@ def init(num_blocks: int, num_ghosts: int, by_flops: bool) -> HazardState:
 
 
 @compiled
-def native_touch(state: Any, variant: int, entries: Any, is_use: Any) -> None:
+def native_touch(state: Any, entries: Any, is_use: Any) -> None:
     """Record a use of each entry.
 
     The policy learns from `note` only. Until the first `note` sets the time, each call
@@ -275,6 +282,7 @@ def _native_begin(state: Any, keys: Any, positions: Any, facts: Any) -> Any:
     share = lesser(NUM_SHARES * num_new // greater(num_rows, 1), NUM_SHARES - 1)
     facts_of_turn = TURN_BUCKETS[turn] << BUCKET_SHIFT | turn << MARK_TURN_SHIFT
     mark = pause | share << SHARE_SHIFT | facts_of_turn
+    mark |= np.int64(facts[KIND]) << MARK_KIND_SHIFT
     of_class = filled(KNOWN + 1, -1, np.int64)
     for row in range(num_rows):
         was_known = KNOWN if is_known[row] else NEW
@@ -308,11 +316,18 @@ def _nested_row(
     state: Any, code: int, sign: int, mark: int, was_known: int, begin: int
 ) -> Any:
     """Return the row of a class by the request, the block and the pause."""
-    row = reuse_lib.row_of(state.reuse, code, reuse_lib.ROOT, -1)
+    table, max_rows = state.reuse, reuse_lib.NUM_ROWS
+    row = reuse_lib.row_of(table, code, reuse_lib.ROOT, -1, max_rows)
+    kind = mark >> MARK_KIND_SHIFT
+    if kind:
+        with_kind = code + sign * kind
+        of_kind = reuse_lib.row_of(table, with_kind, row, -1, MAX_ROWS_WITH_KINDS)
+        if of_kind != row:
+            code, row, max_rows = with_kind, of_kind, MAX_ROWS_WITH_KINDS
     code += sign * (was_known << KNOWN_SHIFT)
-    row = reuse_lib.row_of(state.reuse, code, row, -1)
-    code += sign * ((mark & PAUSE_MASK) + 1)
-    return reuse_lib.row_of(state.reuse, code, row, begin)
+    row = reuse_lib.row_of(table, code, row, -1, max_rows)
+    code += sign * ((mark & PAUSE_MASK) + 1 << PAUSE_SHIFT)
+    return reuse_lib.row_of(table, code, row, begin, max_rows)
 
 
 @inlined
@@ -375,7 +390,7 @@ def _native_finish(state: Any, keys: Any, positions: Any, facts: Any) -> None:
 
 
 @compiled
-def native_insert(state: Any, variant: int, keys: Any, block_ids: Any) -> None:
+def native_insert(state: Any, keys: Any, block_ids: Any) -> None:
     """Add new keys; the block of a key with a ghost gets its label and time."""
     directory_lib.native_insert(state.directory, keys, block_ids)
     num_rows = block_ids.shape[0]
@@ -411,7 +426,7 @@ def native_remove(state: Any, entries: Any) -> None:
 
 @compiled
 def native_admit(
-    state: Any, variant: int, keys: Any, wanted: Any, num_free: int, ref_cnt: Any
+    state: Any, keys: Any, wanted: Any, num_free: int, ref_cnt: Any
 ) -> Any:
     """Decline blocks that are worth no more than what they would evict."""
     num_rows = wanted.shape[0]
@@ -482,9 +497,7 @@ def _next_victim(state: Any, position: Any, ref_cnt: Any) -> Any:
 
 
 @compiled
-def native_evict(
-    state: Any, variant: int, num: int, ref_cnt: Any, block_ids: Any, keys: Any
-) -> Any:
+def native_evict(state: Any, num: int, ref_cnt: Any, block_ids: Any, keys: Any) -> Any:
     """Evict the blocks with the lowest values."""
     if num == 0:
         return True
@@ -561,52 +574,6 @@ def snapshot(state: HazardState) -> dict[str, Any]:
     }
 
 
-def hand_over(state: HazardState) -> Held:
-    """Return the resident blocks by time of last use; at equal times, deepest first."""
-    held = np.flatnonzero(np.asarray(state.labels) >= 0)
-    ages = np.asarray(state.now_ms) - np.asarray(state.last_ms)[held]
-    ranks = (~ages).astype(np.uint64) << np.uint64(32)
-    ranks |= (_MAX_VALUE - np.asarray(state.depths)[held]).astype(np.uint64)
-    return Held(state.directory, held[np.argsort(ranks)].astype(np.int32))
-
-
-def take_over(
-    num_blocks: int,
-    num_ghosts: int,
-    by_flops: bool,
-    held: Held,
-    learned: Learned | None,
-) -> HazardState:
-    """Make a state of the blocks in `held`, in their order of use.
-
-    Labels, times and reuse statistics are the shadow's; without one, blocks are equal.
-    """
-    blocks, state = held.blocks, init(num_blocks, num_ghosts, by_flops)
-    # Of equal blocks the deepest is evicted first, so these depths keep the order of
-    # use until a request begins.
-    depths: Any = np.array(state.depths)
-    depths[blocks] = np.arange(blocks.size, dtype=np.int32)[::-1]
-    labels: Any = np.array(state.labels)
-    labels[blocks] = FIRST_LABEL
-    last_ms: Any = np.array(state.last_ms)
-    if learned is not None:
-        source = learned.state
-        labels[blocks] = np.asarray(source.labels)[learned.blocks]
-        last_ms[blocks] = np.asarray(source.last_ms)[learned.blocks]
-        state = dataclasses.replace(
-            state,
-            ghosts=source.ghosts,
-            reuse=reuse_lib.scaled(source.reuse, learned.scale),
-            now_ms=source.now_ms,
-            has_time=source.has_time,
-            num_begun=source.num_begun,
-            current=source.current,
-        )
-    return dataclasses.replace(
-        state, directory=held.directory, labels=labels, last_ms=last_ms, depths=depths
-    )
-
-
 @kept
 def make_hazard(
     num_blocks: int,
@@ -644,11 +611,6 @@ def make_hazard(
         init=functools.partial(init, num_blocks, num_ghosts, objective == "flops"),
         snapshot=snapshot,
         native=NATIVE,
-        always_evicts=True,
-        hand_over=hand_over,
-        take_over=functools.partial(
-            take_over, num_blocks, num_ghosts, objective == "flops"
-        ),
     )
 
 

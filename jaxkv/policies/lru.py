@@ -21,7 +21,7 @@ from jaxkv.compiling import compiled, copy_items, copy_row
 from jaxkv.keys import words_to_keys
 from jaxkv.policies import directory as directory_lib
 from jaxkv.policies import recency
-from jaxkv.policies.base import EvictResult, Held, InsertResult, Learned, Policy
+from jaxkv.policies.base import EvictResult, InsertResult, Policy
 from jaxkv.policies.directory import Directory
 from jaxkv.policies.native import NativePolicy, register_native
 from jaxkv.policies.recency import RecencyLog
@@ -92,7 +92,7 @@ def touch(state: LRUState, keys: Array, count: Array, ready: Array) -> LRUState:
 
 
 @compiled
-def native_touch(state: Any, variant: int, entries: Any, is_use: Any) -> None:
+def native_touch(state: Any, entries: Any, is_use: Any) -> None:
     """In-place form of `touch`."""
     count = entries.shape[0]
     recency.native_make_room(state.order, count)
@@ -115,7 +115,7 @@ def insert(state: Any, keys: Array, block_ids: Array) -> InsertResult:
 
 
 @compiled
-def native_insert(state: Any, variant: int, keys: Any, block_ids: Any) -> None:
+def native_insert(state: Any, keys: Any, block_ids: Any) -> None:
     """In-place form of `insert`."""
     directory_lib.native_insert(state.directory, keys, block_ids)
     count = 0
@@ -165,9 +165,7 @@ def evict(state: LRUState, num: Array, ref_cnt: Array, width: int) -> EvictResul
 
 
 @compiled
-def native_evict(
-    state: Any, variant: int, num: int, ref_cnt: Any, block_ids: Any, keys: Any
-) -> Any:
+def native_evict(state: Any, num: int, ref_cnt: Any, block_ids: Any, keys: Any) -> Any:
     """In-place form of `evict`."""
     victims = block_ids[:num]
     num_found, head = recency.native_find_oldest(
@@ -186,20 +184,6 @@ def snapshot(state: LRUState) -> dict[str, Any]:
     """Return the keys in "order", the least recently used first. Not for jit."""
     keys = np.asarray(state.directory.keys)
     return {"order": words_to_keys(keys[recency.in_order(state.order)])}
-
-
-def hand_over(state: Any) -> Held:
-    """Return the resident blocks of any state with a `directory` and an `order`."""
-    return Held(state.directory, recency.all_in_order(state.order))
-
-
-def take_over(
-    num_blocks: int, max_batch: int, held: Held, learned: Learned | None
-) -> LRUState:
-    """Make a state of the blocks in `held`, in their order of use."""
-    del learned  # LRU has no statistics.
-    order = recency.init(num_blocks, max_batch)
-    return LRUState(held.directory, recency.filled(order, held.blocks))
 
 
 @kept
@@ -240,9 +224,6 @@ def make_lru(num_blocks: int, max_batch: int = 4096) -> Policy:
         evict=evict,
         snapshot=snapshot,
         native=NATIVE,
-        always_evicts=True,
-        hand_over=hand_over,
-        take_over=functools.partial(take_over, num_blocks, max_batch),
     )
 
 

@@ -20,20 +20,18 @@ class NativePolicy(NamedTuple):
         find: ``(state, keys, entries, block_ids)``. Write the entry of each key of
             `keys` (u32[K, 8]) to `entries` (i32[K]) and its block to `block_ids`
             (i32[K]), NO_BLOCK if it has none. Changes no state.
-        touch: ``(state, variant, entries, is_use)``. Record a use of each entry, the
+        touch: ``(state, entries, is_use)``. Record a use of each entry, the
             first as the most recent; where `is_use` (bool[K]) is false, update only the
             order of use.
-        insert: ``(state, variant, keys, block_ids)``. Add each key whose `block_ids`
+        insert: ``(state, keys, block_ids)``. Add each key whose `block_ids`
             (i32[K]) is not NO_BLOCK; write NO_BLOCK there if the directory is full.
         remove: ``(state, entries)``. Forget `entries` (i32[K]), which have blocks.
-        evict: ``(state, variant, num, ref_cnt, block_ids, keys) -> bool``. Evict `num`
+        evict: ``(state, num, ref_cnt, block_ids, keys) -> bool``. Evict `num`
             blocks whose `ref_cnt` (i32[B]) is 0, write their ids to `block_ids`
             (i32[K]) and their keys to `keys` (u32[K, 8]); all or none.
-        variant: The `variant` argument above. It lets policies that differ in details
-            share their machine code.
         note: ``(state, kind, keys, positions, facts) -> mark``. Learn from an event of
             a request; see `Policy.note`. None if the policy ignores events.
-        admit: ``(state, variant, keys, wanted, num_free, ref_cnt) -> num``. Clear rows
+        admit: ``(state, keys, wanted, num_free, ref_cnt) -> num``. Clear rows
             of `wanted` (bool[K]) whose keys are not to be stored, and return how many
             stay set. Called if these keys need more than the `num_free` free blocks,
             before `evict` with the same `ref_cnt`. None if all are to be stored.
@@ -46,7 +44,6 @@ class NativePolicy(NamedTuple):
     insert: Callable[..., None]
     remove: Callable[..., None]
     evict: Callable[..., Any]
-    variant: int = 0
     note: Callable[..., Any] | None = None
     admit: Callable[..., Any] | None = None
     remove_blocks: Callable[..., None] | None = None
@@ -85,9 +82,7 @@ def _note(state: Any, kind: int, keys: Any, positions: Any, facts: Any) -> Any:
 
 
 @compiled
-def _admit(
-    state: Any, variant: int, keys: Any, wanted: Any, num_free: int, ref_cnt: Any
-) -> Any:
+def _admit(state: Any, keys: Any, wanted: Any, num_free: int, ref_cnt: Any) -> Any:
     num_wanted = 0
     for row in range(wanted.shape[0]):
         num_wanted += wanted[row]

@@ -75,20 +75,6 @@ def init(num_entries: int, max_batch: int, num_lists: int = 1) -> RecencyLog:
     )
 
 
-def filled(empty: RecencyLog, entries: NDArray[np.int32], lists: Any = 0) -> RecencyLog:
-    """Make a log of `entries` (i32[n]) in `lists` (i32[n], or one number for all).
-
-    `entries` are in the order of use. For the host, not for jit.
-    """
-    records: Any = np.array(empty.entries)
-    places: Any = np.array(empty.places)
-    records[: entries.size] = entries
-    positions = np.arange(entries.size, dtype=np.int32)
-    places[entries] = positions + (np.asarray(lists, np.int32) << POSITION_BITS)
-    tail: Any = np.array(entries.size, np.int32)
-    return dataclasses.replace(empty, entries=records, places=places, tail=tail)
-
-
 def make_room(log: RecencyLog, count: Array) -> RecencyLog:
     """Compact the log if `count` more records would not fit."""
     length = log.entries.shape[0]
@@ -340,14 +326,6 @@ def in_order(log: RecencyLog, list_id: int = 0) -> NDArray[np.int32]:
     places = np.asarray(log.places)
     members = np.flatnonzero(places >> POSITION_BITS == list_id)
     return members[np.argsort(places[members])].astype(np.int32)
-
-
-def all_in_order(log: RecencyLog) -> NDArray[np.int32]:
-    """Return the entries of all lists, the oldest first. For the host, not for jit."""
-    places = np.asarray(log.places)
-    members = np.flatnonzero(places != NO_PLACE)
-    positions = places[members] & _POSITION_MASK
-    return members[np.argsort(positions)].astype(np.int32)
 
 
 def _places(log: RecencyLog, entries: Array) -> Array:

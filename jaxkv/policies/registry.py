@@ -8,17 +8,13 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from jaxkv._util import hint, shown
-from jaxkv.policies.arc import make_arc, make_arc_fixed
+from jaxkv.policies.arc import make_arc
 from jaxkv.policies.base import Policy
 from jaxkv.policies.hazard import make_hazard
 from jaxkv.policies.lru import make_lru
-from jaxkv.policies.slru import make_slru
 
 PolicyMaker: TypeAlias = Callable[[int, int], Policy]
 """Makes a policy: ``(num_blocks, max_batch) -> Policy``."""
-
-AUTO = "auto"
-"""Chooses a policy from the observed requests (`jaxkv.scheduling.whatif.auto`)."""
 
 _makers: dict[str, PolicyMaker] = {}
 
@@ -48,7 +44,7 @@ def register_policy(name: str, make: PolicyMaker) -> None:
             f"name={shown(name)} must be a lower-case letter, then lower-case "
             "letters, digits or '_'."
         )
-    if name in _makers or name == AUTO:
+    if name in _makers:
         raise ValueError(
             f"name={shown(name)} is taken: it must not be in {policy_names()}."
         )
@@ -75,11 +71,6 @@ def get_policy_maker(name: str) -> PolicyMaker:
         >>> get_policy_maker("lru") is make_lru
         True
     """
-    if name == AUTO:
-        raise ValueError(
-            f"cache_policy={AUTO!r} needs an OffloadScheduler, which sees requests "
-            f"from look-up to finish. Without one, use one of {policy_names()}."
-        )
     if name not in _makers:
         names = policy_names()
         suggestion = hint(str(name).lower(), names)
@@ -91,6 +82,4 @@ def get_policy_maker(name: str) -> PolicyMaker:
 
 register_policy("lru", make_lru)
 register_policy("arc", make_arc)
-register_policy("arc_fixed", make_arc_fixed)
-register_policy("slru", make_slru)
 register_policy("hazard", make_hazard)

@@ -10,9 +10,7 @@ This policy wraps another one, the inner policy, which chooses among blocks of o
 priority. The inner policy sees no priorities: blocks to be kept are hidden from it by a
 high reference count. Usually one call of it suffices. If victims have several
 priorities, a first call evicts all idle blocks below the highest of these, and a second
-call the rest. If the inner policy may refuse an eviction although enough blocks are
-idle (`always_evicts` is false, as for vLLM's ARC), one call must evict all victims, as
-an eviction cannot be undone. If it refuses, it is called again without priorities.
+call the rest.
 
 If a block gets a second priority, the higher of the two at that time is kept, or the
 second if they are equal. The last `note` sets the time.
@@ -113,15 +111,15 @@ def native_find(state: Any, keys: Any, entries: Any, block_ids: Any) -> None:
 
 
 @compiled
-def native_touch(state: Any, variant: int, entries: Any, is_use: Any) -> None:
+def native_touch(state: Any, entries: Any, is_use: Any) -> None:
     """Record a use of each entry."""
-    functions_of(state.inner).touch(state.inner, variant >> 1, entries, is_use)
+    functions_of(state.inner).touch(state.inner, entries, is_use)
 
 
 @compiled
-def native_insert(state: Any, variant: int, keys: Any, block_ids: Any) -> None:
+def native_insert(state: Any, keys: Any, block_ids: Any) -> None:
     """Add new keys, with priority 0."""
-    functions_of(state.inner).insert(state.inner, variant >> 1, keys, block_ids)
+    functions_of(state.inner).insert(state.inner, keys, block_ids)
     for block in block_ids:
         if block != NO_BLOCK:
             state.priorities[block] = ORDINARY
@@ -170,27 +168,20 @@ def _native_retain(state: Any, keys: Any, facts: Any) -> None:
 
 
 @compiled
-def native_evict(
-    state: Any, variant: int, num: int, ref_cnt: Any, block_ids: Any, keys: Any
-) -> Any:
+def native_evict(state: Any, num: int, ref_cnt: Any, block_ids: Any, keys: Any) -> Any:
     """Evict the idle blocks of the lowest priorities."""
     inner = state.inner
-    inner_variant = variant >> 1
     num_retained = 0
     for count in state.counts:
         num_retained += count
     if num == 0 or num_retained == 0:
-        is_done = functions_of(inner).evict(
-            inner, inner_variant, num, ref_cnt, block_ids, keys
-        )
+        is_done = functions_of(inner).evict(inner, num, ref_cnt, block_ids, keys)
     else:
         _shield(state, ref_cnt, ORDINARY)
-        is_done = functions_of(inner).evict(
-            inner, inner_variant, num, ref_cnt, block_ids, keys
-        )
+        is_done = functions_of(inner).evict(inner, num, ref_cnt, block_ids, keys)
         _unshield(state, ref_cnt)
         if not is_done:
-            is_done = _evict_retained(state, variant, num, ref_cnt, block_ids, keys)
+            is_done = _evict_retained(state, num, ref_cnt, block_ids, keys)
         if is_done:
             _drop_ended(state)
     if is_done:
@@ -257,7 +248,7 @@ def _unshield(state: Any, ref_cnt: Any) -> None:
 
 @compiled
 def _evict_retained(
-    state: Any, variant: int, num: int, ref_cnt: Any, block_ids: Any, keys: Any
+    state: Any, num: int, ref_cnt: Any, block_ids: Any, keys: Any
 ) -> Any:
     """Evict retained blocks too, because ordinary ones are too few or were refused."""
     inner = state.inner
@@ -275,35 +266,19 @@ def _evict_retained(
     while num_below + idle_counts[limit] < num:
         num_below += idle_counts[limit]
         limit += 1
-    inner_variant = variant >> 1
-    if variant & 1:
-        _shield(state, ref_cnt, limit - 1)
+    _shield(state, ref_cnt, limit - 1)
+    is_done = functions_of(inner).evict(inner, num_below, ref_cnt, block_ids, keys)
+    _unshield(state, ref_cnt)
+    if is_done:
+        _shield(state, ref_cnt, limit)
         is_done = functions_of(inner).evict(
-            inner, inner_variant, num_below, ref_cnt, block_ids, keys
+            inner,
+            num - num_below,
+            ref_cnt,
+            block_ids[num_below:],
+            keys[num_below:],
         )
         _unshield(state, ref_cnt)
-        if is_done:
-            _shield(state, ref_cnt, limit)
-            is_done = functions_of(inner).evict(
-                inner,
-                inner_variant,
-                num - num_below,
-                ref_cnt,
-                block_ids[num_below:],
-                keys[num_below:],
-            )
-            _unshield(state, ref_cnt)
-        return is_done
-    # One call for all, as the inner policy may refuse a second one.
-    _shield(state, ref_cnt, limit)
-    is_done = functions_of(inner).evict(
-        inner, inner_variant, num, ref_cnt, block_ids, keys
-    )
-    _unshield(state, ref_cnt)
-    if not is_done:
-        is_done = functions_of(inner).evict(
-            inner, inner_variant, num, ref_cnt, block_ids, keys
-        )
     return is_done
 
 
@@ -369,9 +344,8 @@ def make_retained(inner: Policy) -> Policy:
         max_batch=inner.max_batch,
         init=functools.partial(init, inner),
         snapshot=functools.partial(snapshot, inner),
-        native=NATIVE._replace(variant=inner.native.variant << 1 | inner.always_evicts),
+        native=NATIVE,
         retains=True,
-        always_evicts=inner.always_evicts,
     )
 
 

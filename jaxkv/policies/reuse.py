@@ -50,11 +50,13 @@ NUM_ROWS = 2048
 ROOT = 0
 """The row of the class of all blocks."""
 
-SHRINK = 128
-"""The weight of the parent's statistics, in uses."""
+SHRINK = 1024
+"""The weight of the parent's statistics, in uses: of a few requests, as all blocks of
+one are used again together."""
 
-PRIOR = 1
-"""The prior weight of reuses in each bin."""
+PRIOR = 32
+"""The prior weight of reuses in each bin. With it alone, a block is worth less the
+longer it is not used, as for LRU."""
 
 PRIOR_TOUCHES = 2 * NUM_BINS * PRIOR
 """The prior weight of uses, so high that a block's value falls with its age."""
@@ -107,8 +109,8 @@ def init() -> ReuseTable:
 
 
 @compiled
-def row_of(table: Any, code: int, parent: int, begin: int) -> Any:
-    """Return the row of a class by its code, not 0; add it if there is room.
+def row_of(table: Any, code: int, parent: int, begin: int, max_rows: int) -> Any:
+    """Return the row of a class by its code, not 0; add it if fewer rows are in use.
 
     Without room, return `parent`. `begin` is the row that the class counts for, or -1.
     """
@@ -120,7 +122,7 @@ def row_of(table: Any, code: int, parent: int, begin: int) -> Any:
         row = np.int64(table.places[place])
     if row == 0:
         row = np.int64(table.num_rows[()])
-        if row == table.codes.shape[0]:
+        if row >= max_rows:
             return np.int64(parent)
         table.num_rows[()] += 1
         table.places[place] = row
@@ -268,19 +270,9 @@ def restored(
         code, parent, begin = (int(array[row]) for array in (codes, parents, begins))
         if not (code and 0 <= parent < row and -1 <= begin < row):
             raise ValueError(f"row {row} is no class.")
-        if row_of(bound, code, parent, begin) != row:
+        if row_of(bound, code, parent, begin, NUM_ROWS) != row:
             raise ValueError(f"row {row} is of a class that another row has.")
     table.touches[:num_rows] = touches[:num_rows]
     table.reuses[:num_rows] = reuses[:num_rows]
     fill_index(bound)
     return table
-
-
-def scaled(table: ReuseTable, scale: float) -> ReuseTable:
-    """Return a copy with all counts multiplied by `scale`."""
-    arrays = {name: np.array(array) for name, array in vars(table).items()}
-    scaled_table = ReuseTable(**arrays)
-    scaled_table.touches[...] *= scale
-    scaled_table.reuses[...] *= scale
-    fill_index(Bound(scaled_table))
-    return scaled_table

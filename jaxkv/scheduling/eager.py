@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import gt
 from typing import TypeAlias
 
@@ -70,7 +70,6 @@ class EagerStores(Chooser):
         stores: Stores,
         listeners: Listeners,
         requests: Requests,
-        num_shadow_hit_tokens: Callable[[], int],
     ) -> None:
         self._groups = groups
         self._min_block_size = min(spec.block_size for spec in groups)
@@ -80,9 +79,7 @@ class EagerStores(Chooser):
         self._stores = stores
         self._requests = requests
         self._listeners = listeners
-        self._pause = StorePause(
-            rules, host.num_blocks, stores.stats, num_shadow_hit_tokens
-        )
+        self._pause = StorePause(rules, host.num_blocks, stores.stats)
         self._places = Places(1)
         self._progress: dict[str, _Progress] = {}
         # Requests for which blocks were found on the device since the last plan: the

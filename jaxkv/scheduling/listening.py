@@ -29,6 +29,7 @@ class Start(NamedTuple):
     num_local: int | None  # Device hits in tokens; None without a lookup.
     num_external: int  # Tokens that are loaded.
     has_load: bool  # Whether it has a load that has not ended.
+    kind: int | None  # What the policy is notified of; see `facts`.
     now_ms: Callable[[], int]  # Reads the clock of policies.
 
 

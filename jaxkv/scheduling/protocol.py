@@ -28,7 +28,7 @@ model has several groups of layers. A list may be a NumPy or JAX array of ints."
 class Request(Protocol):
     """The attributes of an engine's request that the scheduler reads.
 
-    It reads eight more if the request has them:
+    It reads nine more if the request has them:
 
     * ``block_keys_by_group``, if the model has several groups of layers: one list like
       `block_keys` for each group.
@@ -37,6 +37,8 @@ class Request(Protocol):
     * ``num_prompt_tokens``, if only prompts are stored, or the cache policy uses the
       lengths of outputs.
     * ``stop``, once it has finished: one of `jaxkv.types.STOPS`, for the same policies.
+    * ``kind``, for the same policies: a number from 0 to 255 of your choice, the same
+      for requests whose prefixes are used again alike.
     * ``retention``, with `OffloadRules.retention`: a `jaxkv.Retention`, how long to
       keep its blocks after the request begins, and again after it finishes.
     * ``max_offload_tokens``, with eager stores: how many of its first tokens may be

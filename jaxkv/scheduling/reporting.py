@@ -94,11 +94,6 @@ class Reporting:
         return self._whatif.policy
 
     @property
-    def num_policy_changes(self) -> int | None:
-        """The number of changes by "auto"; None with another `cache_policy`."""
-        return self._whatif.num_changes
-
-    @property
     def is_storing_paused(self) -> bool | None:
         """Whether stores are paused; None without `pause_unused_stores`."""
         return self._chooser.is_paused

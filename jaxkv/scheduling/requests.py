@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from jaxkv._util import shown
 from jaxkv.keys.mark import KeyMark
 from jaxkv.keys.packed import PackedKeys, lay_out
+from jaxkv.policies.facts import check_kind
 from jaxkv.scheduling.checks import check_count
 from jaxkv.scheduling.protocol import Request
 from jaxkv.scheduling.rules import NO_LIMIT, OffloadRules
@@ -307,7 +308,7 @@ class Requests:
             rows, positions = self._rows_by_group(keys)
             now_ms = self.now_ms()
             self._policy_marks[request.request_id] = self._host.begin_request(
-                rows, request.num_tokens, now_ms, positions
+                rows, request.num_tokens, now_ms, positions, kind_of(request)
             )
             self._retain(request, keys, now_ms)
 
@@ -410,6 +411,14 @@ def stop_of(request: Request) -> Stop | None:
             f"{STOPS}."
         )
     return stop
+
+
+def kind_of(request: Request) -> int | None:
+    """Return a request's `kind`; None if unset; raise ValueError if invalid."""
+    try:
+        return check_kind(getattr(request, "kind", None))
+    except ValueError as error:
+        raise ValueError(f"request {shown(request.request_id)}: {error}") from None
 
 
 def retention_of(request: Request) -> Retention | None:

@@ -203,7 +203,13 @@ class RuleSettings(Settings):
     def _contradictions(self) -> Iterator[Fault]:
         yield from super()._contradictions()
         if self.shadow is not None:
-            yield from shadow_conflicts("shadow", self.shadow, self)
+            reason = (
+                "shadows simulate neither retention nor host blocks of several blocks."
+            )
+            for name, required in (("retention", False), ("blocks_per_host_block", 1)):
+                if (other := getattr(self, name)) != required:
+                    value = shown(self.shadow)
+                    yield exclusion("shadow", value, name, other, reason)
         if self.mode != "lazy":
             return
         if (factor := self.blocks_per_host_block) > 1:
@@ -269,25 +275,11 @@ def settings_of(
     return {name: str(value) for name, value in values.items()}
 
 
-def shadow_conflicts(
-    setting: str, value: str, rules: RuleSettings, remedy: str = ""
-) -> Iterator[Fault]:
-    """Yield a fault for each rule that the shadows of `setting` cannot simulate."""
-    reason = "shadows simulate neither retention nor host blocks of several blocks."
-    for name, required in (("retention", False), ("blocks_per_host_block", 1)):
-        if (other := getattr(rules, name)) != required:
-            yield exclusion(setting, shown(value), name, other, reason + remedy)
-
-
-def check_shadows(setting: str, value: str, groups: tuple[GroupSpec, ...]) -> None:
-    """Raise ConfigError unless the shadows of `setting` can simulate the groups."""
-    _check_one_group(setting, shown(value), groups, "shadows cannot simulate {}.")
-
-
 def check_groups(rules: RuleSettings, groups: tuple[GroupSpec, ...]) -> None:
     """Raise ConfigError for rules that do not suit the model's groups of layers."""
     if rules.shadow is not None:
-        check_shadows("shadow", rules.shadow, groups)
+        reason, value = "shadows cannot simulate {}.", shown(rules.shadow)
+        _check_one_group("shadow", value, groups, reason)
     factor = rules.blocks_per_host_block
     if factor > 1:
         reason = "blocks of {} cannot be stored and evicted several at a time."

@@ -26,7 +26,6 @@ import numpy as np
 
 from jaxkv._util import check_type, strict_class
 from jaxkv.policies.base import Policy
-from jaxkv.policies.registry import AUTO
 from jaxkv.scheduling.boundary import TierBelow, check_reports, make_boundaries
 from jaxkv.scheduling.checks import (
     check_arguments,
@@ -59,11 +58,10 @@ from jaxkv.scheduling.record.record import TraceRecorder
 from jaxkv.scheduling.record.recording import Recording
 from jaxkv.scheduling.reporting import Reporting
 from jaxkv.scheduling.request_log import RequestSummaries, Summary, log_summary
-from jaxkv.scheduling.requests import Requests, retention_of, stop_of
+from jaxkv.scheduling.requests import Requests, kind_of, retention_of, stop_of
 from jaxkv.scheduling.rules import OffloadRules, check_groups, settings_of
 from jaxkv.scheduling.stats import Delays, OffloadStats
 from jaxkv.scheduling.stores import NO_STORES, Stores, StoreSteps
-from jaxkv.scheduling.whatif.auto import CANDIDATES, rules_of_auto
 from jaxkv.scheduling.whatif.policy_state import open_policy_state
 from jaxkv.scheduling.whatif.what_if import Shadowed, WhatIf
 from jaxkv.scheduling.worker.worker import OffloadWorker
@@ -88,10 +86,8 @@ class OffloadScheduler(Reporting):
             block size in tokens for a model with only full attention. Blocks of all
             groups share one pool and have the same size in bytes.
         num_host_blocks: Blocks of the host tier; see `jaxkv.num_host_blocks`.
-        cache_policy: Which host blocks to evict if the tier is full: a name, a
-            `Policy`, or "auto", which picks the policy with the most hits for the
-            served requests (`jaxkv.scheduling.whatif.auto`). With eager stores, "auto"
-            sets `pause_unused_stores`.
+        cache_policy: Which host blocks to evict if the tier is full: a name or a
+            `Policy`.
         enable_events: Whether to keep events for `take_events`.
         rules: How to store and load.
         executor: The implementation of the host tier's index; see `BlockIndex`.
@@ -107,8 +103,8 @@ class OffloadScheduler(Reporting):
             the number of steps divided by the usual steps per second.
         tiers_below: Tiers between the host and the store, the nearest first, or
             instead of a store; see docs/write-a-tier.md.
-        policy_state: A file for the statistics of "hazard", which may be chosen by
-            "auto"; None for no file. If the file exists, "hazard" starts with it.
+        policy_state: A file for the statistics of "hazard"; None for no file. If the
+            file exists, "hazard" starts with it.
         num_device_blocks: Blocks of the transfer engine's arrays, as many as the bound
             pool must have; None if unknown.
         on_request_finished: Called with what `log_requests` logs of a request.
@@ -167,9 +163,7 @@ class OffloadScheduler(Reporting):
             is_private=is_private,
             on_request_finished=on_request_finished,
         )
-        rules = OffloadRules() if rules is None else rules
-        is_auto = isinstance(cache_policy, str) and cache_policy == AUTO
-        self.rules = rules = rules_of_auto(rules, groups) if is_auto else rules
+        self.rules = rules = OffloadRules() if rules is None else rules
         check_groups(rules, groups)
         self.num_host_blocks = num_host_blocks
         self.num_storage_blocks = num_storage_blocks
@@ -177,13 +171,12 @@ class OffloadScheduler(Reporting):
         self._manager = host = BlockIndex(
             groups[0].block_size * rules.blocks_per_host_block,
             num_host_blocks,
-            CANDIDATES[0] if is_auto else cache_policy,
+            cache_policy,
             enable_events,
             store_threshold=rules.store_threshold,
             max_unseen_blocks=rules.max_unseen_blocks,
             retention=rules.retention,
             executor=executor,
-            alternatives=CANDIDATES if is_auto else (),
         )
         if host.listens and policy_clock is None:
             setting = "retention=True" if rules.retention else f"{cache_policy=}"
@@ -205,9 +198,11 @@ class OffloadScheduler(Reporting):
             "tiers_below": str(len(self.below)),
         }
         self._whatif = WhatIf(host, policy)
-        if is_auto or rules.shadow is not None:
-            deps = host, policy, rules, self._stats, self._gate, self._book, executor
-            self._whatif = Shadowed(*deps, is_alone=not self.below)
+        if rules.shadow is not None:
+            observed = self._stats, self._gate, self._book
+            self._whatif = Shadowed(
+                host, policy, rules, *observed, executor, is_alone=not self.below
+            )
             weakref.finalize(self, self._whatif.close)
         listeners: list[Listener] = [self.delays]
         if recorder is not None:
@@ -221,7 +216,7 @@ class OffloadScheduler(Reporting):
         if sinks:
             listeners.append(RequestSummaries(self.below, clock, sinks))
         if policy_state is not None:
-            self._policy_state = open_policy_state(policy_state, host, self._whatif)
+            self._policy_state = open_policy_state(policy_state, host)
             weakref.finalize(self, self._policy_state.close)
             listeners.append(self._policy_state)
         self._listeners = Listeners(listeners)
@@ -244,7 +239,7 @@ class OffloadScheduler(Reporting):
         deps = self.groups, self._manager, self.rules, self._stores, self._listeners
         if self.rules.mode == "lazy":
             return LazyStores(*deps)
-        return EagerStores(*deps, self._book, self._whatif.num_found_tokens)
+        return EagerStores(*deps, self._book)
 
     def bind_device_block_pool(self, pool: DevicePool) -> None:
         """Bind the engine's pool of device blocks, which are held during transfers.
@@ -408,11 +403,12 @@ class OffloadScheduler(Reporting):
                 is less than the offer although not all groups have full attention; the
                 request's keys were rewritten since the offer; `block_ids` has an
                 invalid id, or the same block twice where blocks are loaded; or
-                `retention` is not a `Retention`. Then nothing changes.
+                `kind` or `retention` is invalid. Then nothing changes.
             TypeError: `block_ids` is not a list or an array of ints.
         """
         requests, pool = self._book, self._pool
         limits = requests.check_stores(request)
+        kind_of(request)  # Raises for other values.
         if self._manager.retains:
             retention_of(request)  # Raises for other types.
         name = request.request_id
@@ -468,7 +464,7 @@ class OffloadScheduler(Reporting):
         if self._listeners.begun:
             has_load = request.request_id in self._loads.by_request
             hits = num_local, num_external, has_load
-            start = Start(request, keys, *hits, requests.now_ms)
+            start = Start(request, keys, *hits, kind_of(request), requests.now_ms)
             for notify in self._listeners.begun:
                 notify(start)
 

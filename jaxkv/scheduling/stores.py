@@ -88,29 +88,24 @@ class StorePause:
 
     A pause begins after twice the host's capacity was offered without a hit on the
     host. A sample of the requests is still stored: its blocks stay longer, because no
-    others are stored. The first hit ends the pause, even if only shadows have it
-    (`num_shadow_hit_tokens`). A hash of a prompt's last key decides whether the request
-    is in the sample, because many prompts share their first blocks.
+    others are stored. The first hit ends the pause. A hash of a prompt's last key
+    decides whether the request is in the sample, because many prompts share their first
+    blocks.
     """
 
     def __init__(
-        self,
-        rules: OffloadRules,
-        num_host_blocks: int,
-        stats: OffloadStats,
-        num_shadow_hit_tokens: Callable[[], int],
+        self, rules: OffloadRules, num_host_blocks: int, stats: OffloadStats
     ) -> None:
         self.is_on = False
         self._max_unused = 2 * num_host_blocks * rules.blocks_per_host_block
         self._stats = stats
         self._num_offered = 0  # `stats.num_offered` at the last hit.
         self._num_hit_tokens = 0
-        self._num_shadow_hit_tokens = num_shadow_hit_tokens
 
     def skips(self, keys: Sequence[BlockKey]) -> bool:
         """Whether a request whose prompt has these keys is not stored."""
         stats = self._stats
-        num_hit_tokens = stats.num_host_hit_tokens + self._num_shadow_hit_tokens()
+        num_hit_tokens = stats.num_host_hit_tokens
         if num_hit_tokens != self._num_hit_tokens:
             self._num_hit_tokens = num_hit_tokens
             self._num_offered = stats.num_offered

@@ -51,10 +51,18 @@ class BareTier:
         self.num_declined = 0
         self.num_removed = 0  # Blocks evicted, discarded, or whose stores failed.
 
-    def begin(self, course: Course, keys: Words, now_ms: int, num_tokens: int) -> None:
+    def begin(
+        self,
+        course: Course,
+        keys: Words,
+        now_ms: int,
+        num_tokens: int,
+        kind: int | None = None,
+    ) -> None:
         """Notify the policy that a request begins, with `num_tokens` tokens so far."""
         if self.listens and len(keys):
-            course.mark = self._note(BEGIN, keys, begun(now_ms % _TIMES, num_tokens))
+            facts = begun(now_ms % _TIMES, num_tokens, kind)
+            course.mark = self._note(BEGIN, keys, facts)
 
     def finish(
         self, course: Course, keys: Words, now_ms: int, num_output: int, stop: int
@@ -117,7 +125,11 @@ class BareTier:
             self.executor.touch(keys[:end], False)
 
     def place(
-        self, keys: Words, passes: NDArray[np.bool_] | None = None
+        self,
+        keys: Words,
+        passes: NDArray[np.bool_] | None = None,
+        *,
+        may_decline: bool = True,
     ) -> tuple[int, tuple[Words, Store] | None]:
         """Store all keys, or if there is no room their first half, and so on.
 
@@ -130,15 +142,15 @@ class BareTier:
                 admitted = select_keys(admitted, passes[:num])
             if not len(admitted):
                 break
-            store = self.place_all(admitted)
+            store = self.place_all(admitted, may_decline=may_decline)
             if store is not None:
                 return num, (admitted, store)
             num //= 2
         return num, None
 
-    def place_all(self, keys: Words) -> Store | None:
+    def place_all(self, keys: Words, *, may_decline: bool = True) -> Store | None:
         """Store all keys, or return None if there is no room for all."""
-        store = self.executor.prepare_store(keys)
+        store = self.executor.prepare_store(keys, may_decline)
         if store is not None:
             self.num_stored += store.num_stored
             self.num_declined += store.num_declined

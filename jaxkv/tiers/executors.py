@@ -100,7 +100,6 @@ class Op(Generic[Arguments, Answer]):
         counts: Whether both functions also return a number, for the answer.
         evicts_as: ``(numbers that both return, array, evicted keys) -> answer`` for a
             function that also writes evicted keys, u32[n, 8]; None for others.
-        has_variant: Whether the native function takes the policy's variant.
     """
 
     def __init__(
@@ -109,10 +108,9 @@ class Op(Generic[Arguments, Answer]):
         writes: Any = None,
         counts: bool = False,
         evicts_as: Callable[..., Any] | None = None,
-        has_variant: bool = False,
     ) -> None:
         self.samples, self.writes, self.counts = samples, writes, counts
-        self.evicts_as, self.has_variant = evicts_as, has_variant
+        self.evicts_as = evicts_as
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -129,20 +127,18 @@ class _Operations:
     find = Op[[Words], Blocks](writes=np.int32)
     find_readable = Op[[Words], Blocks](writes=np.int32)
     lookup = Op[[Words], int]()
-    touch = Op[[Words, bool], None](True, has_variant=True)
+    touch = Op[[Words, bool], None](True)
     note = Op[[Words, int, Positions, Facts], int](
         BEGIN, _SAMPLE_POSITIONS, begun(0, 0)
     )
     prepare_load = Op[[Words], tuple[int, Ids]](writes=np.int64, counts=True)
     complete_load = Op[[Words], tuple[int, Ids]](writes=np.int64, counts=True)
-    prepare_store = Op[[Words], Store | None](
-        writes=np.int64, evicts_as=_as_store, has_variant=True
+    prepare_store = Op[[Words, bool], Store | None](
+        True, writes=np.int64, evicts_as=_as_store
     )
     complete_store = Op[[Words, bool], Flags](True, writes=np.bool_)
     discard = Op[[Words], Flags](writes=np.bool_)
-    request_step = Op[[Words], Step](
-        writes=np.int64, evicts_as=_as_step, has_variant=True
-    )
+    request_step = Op[[Words], Step](writes=np.int64, evicts_as=_as_step)
 
     def _bind(self, op: Op[..., Any]) -> Callable[..., Any]:
         raise NotImplementedError
@@ -155,7 +151,6 @@ class NativeExecutor(_Operations):
         assert policy.native is not None
         self.state: HostState = copy_to_numpy(state)
         self._policy = policy
-        self._variant = policy.native.variant
         self._bound = Bound(self.state)
         self._ref_cnt = self.state.ref_cnt
         self._evicted = _EvictedKeys()
@@ -178,14 +173,13 @@ class NativeExecutor(_Operations):
         The function must not refer to the executor, which stores it: the reference
         cycle would keep the state of a replaced executor alive.
         """
-        bound, variant, buffer = self._bound, self._variant, self._evicted
-        head = (bound, variant) if op.has_variant else (bound,)
+        bound, buffer = self._bound, self._evicted
         dtype = op.writes
         as_answer: Any = op.evicts_as
         arrays: list[Any] = [] if dtype is None else [np.empty(1, dtype)]
         arrays += [buffer.get(1)] if as_answer else []
         function = entry_point(
-            getattr(host_native, op.name), *head, _SAMPLE_KEYS, *op.samples, *arrays
+            getattr(host_native, op.name), bound, _SAMPLE_KEYS, *op.samples, *arrays
         )
 
         def write(keys: Words) -> Any:
@@ -202,12 +196,12 @@ class NativeExecutor(_Operations):
             function(bound, keys, argument, array)
             return array
 
-        def write_evicted(keys: Words) -> Any:
+        def write_evicted(keys: Words, *flags: bool) -> Any:
             array, evicted = np.empty(len(keys), dtype), buffer.get(len(keys))
-            counts = function(bound, variant, keys, array, evicted)
+            counts = function(bound, keys, *flags, array, evicted)
             return as_answer(counts, array, evicted)
 
-        call: Callable[..., Any] = functools.partial(function, *head)
+        call: Callable[..., Any] = functools.partial(function, bound)
         if as_answer:
             call = write_evicted
         elif arrays:
@@ -248,9 +242,15 @@ class NativeExecutor(_Operations):
         is no room, or a device block does not have its key.
         """
         block_ids, evicted = np.empty(len(keys), np.int64), self._evicted.get(len(keys))
-        host = self._bound, self._variant
         counts = self._call(
-            "place_from", device, *host, keys, sources, is_head, block_ids, evicted
+            "place_from",
+            device,
+            self._bound,
+            keys,
+            sources,
+            is_head,
+            block_ids,
+            evicted,
         )
         return _as_store(counts, block_ids, evicted)
 

@@ -88,8 +88,8 @@ class OffloadingManager(BlockIndex):
     ) -> PrepareStoreOutput | None:
         """Allocate blocks for the absent keys; return these, and the keys evicted.
 
-        If `filtered`, the look-up filters apply (`store_threshold`). If there is no
-        room, returns None and changes nothing.
+        If `filtered`, the look-up filters apply (`store_threshold`), and the policy may
+        decline keys. If there is no room, returns None and changes nothing.
         """
         placement = self.place(block_hashes, filtered=filtered)
         return None if placement is None else _as_output(placement)

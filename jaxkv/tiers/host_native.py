@@ -69,14 +69,14 @@ def lookup(state: Any, keys: Any) -> Any:
 
 
 @compiled
-def touch(state: Any, variant: int, keys: Any, counts_as_use: Any) -> None:
+def touch(state: Any, keys: Any, counts_as_use: Any) -> None:
     """Record a use of each key; without `counts_as_use`, only reorder the keys."""
     entries, block_ids = _two_rows(keys.shape[0])
     functions_of(state.policy).find(state.policy, keys, entries, block_ids)
     is_use = filled(keys.shape[0], False, np.bool_)
     if counts_as_use:
         _mark_readable(state, block_ids, is_use)
-    functions_of(state.policy).touch(state.policy, variant, entries, is_use)
+    functions_of(state.policy).touch(state.policy, entries, is_use)
 
 
 @compiled
@@ -166,7 +166,11 @@ def complete_step(ref_cnt: Any, block_ids: Any, num_hits: int, min_id: int) -> A
 
 @compiled
 def prepare_store(
-    state: Any, variant: int, keys: Any, block_ids: Any, evicted_keys: Any
+    state: Any,
+    keys: Any,
+    may_decline: Any,
+    block_ids: Any,
+    evicted_keys: Any,
 ) -> Any:
     """Allocate a block for every absent key; evict others if none is free.
 
@@ -176,14 +180,13 @@ def prepare_store(
     """
     entries, present = _two_rows(keys.shape[0])
     functions_of(state.policy).find(state.policy, keys, entries, present)
-    return _store(state, variant, keys, present, 0, block_ids, evicted_keys)
+    return _store(state, keys, present, 0, may_decline, block_ids, evicted_keys)
 
 
 @compiled
 def place_from(
     device: Any,
     state: Any,
-    variant: int,
     keys: Any,
     sources: Any,
     is_head: Any,
@@ -204,7 +207,7 @@ def place_from(
         ):
             return 0, -1, 0
     num_stored, num_evicted, num_declined = prepare_store(
-        state, variant, keys, block_ids, evicted_keys
+        state, keys, True, block_ids, evicted_keys
     )
     if num_evicted < 0:
         return 0, -1, 0
@@ -212,7 +215,7 @@ def place_from(
         if block_ids[row] != NO_BLOCK:
             device_native.add_pins(device, sources[row], 1)
     if is_head:
-        touch(state, variant, keys, False)
+        touch(state, keys, False)
     return num_stored, num_evicted, num_declined
 
 
@@ -289,9 +292,7 @@ def discard(state: Any, keys: Any, is_idle: Any) -> None:
 
 
 @compiled
-def request_step(
-    state: Any, variant: int, keys: Any, block_ids: Any, evicted_keys: Any
-) -> Any:
+def request_step(state: Any, keys: Any, block_ids: Any, evicted_keys: Any) -> Any:
     """Serve a request: pin the hits, its readable prefix; allocate for other keys.
 
     Write the blocks of the hits, and then what `prepare_store` writes. Return the
@@ -306,9 +307,9 @@ def request_step(
     num_hits = 0
     while num_hits < num_keys and is_ready[num_hits]:
         num_hits += 1
-    functions_of(state.policy).touch(state.policy, variant, entries, is_ready)
+    functions_of(state.policy).touch(state.policy, entries, is_ready)
     num_stored, num_evicted, num_declined = _store(
-        state, variant, keys, present, num_hits, block_ids, evicted_keys
+        state, keys, present, num_hits, True, block_ids, evicted_keys
     )
     copy_items(block_ids, 0, present, num_hits)
     return num_hits, num_stored, num_evicted, num_declined
@@ -361,10 +362,10 @@ def _lower(ref_cnt: Any, block_ids: Any) -> Any:
 @compiled
 def _store(
     state: Any,
-    variant: int,
     keys: Any,
     present: Any,
     num_hits: Any,
+    may_decline: Any,
     block_ids: Any,
     evicted_keys: Any,
 ) -> Any:
@@ -387,14 +388,15 @@ def _store(
         for block in present:
             if block != NO_BLOCK:
                 ref_cnt[block] |= _PROTECTION
-        num_admitted = functions_of(state.policy).admit(
-            state.policy, variant, keys, is_missing, num_free, ref_cnt
-        )
-        num_declined = num_missing - num_admitted
-        num_missing = num_admitted
-        num_evicted = greater(num_missing - num_free, 0)
+        if may_decline:
+            num_admitted = functions_of(state.policy).admit(
+                state.policy, keys, is_missing, num_free, ref_cnt
+            )
+            num_declined = num_missing - num_admitted
+            num_missing = num_admitted
+            num_evicted = greater(num_missing - num_free, 0)
         has_evicted = functions_of(state.policy).evict(
-            state.policy, variant, num_evicted, ref_cnt, victims, evicted_keys
+            state.policy, num_evicted, ref_cnt, victims, evicted_keys
         )
         for block in present:
             if block != NO_BLOCK and ref_cnt[block] >= 0:
@@ -424,7 +426,7 @@ def _store(
     pool.num_freed[()] = height + num_evicted - (num_missing - num_fresh)
     allocated = empty(num_keys, np.int64)
     copy_items(allocated, 0, block_ids, num_keys)
-    functions_of(state.policy).insert(state.policy, variant, keys, block_ids)
+    functions_of(state.policy).insert(state.policy, keys, block_ids)
     num_stored = 0
     for row in range(num_keys):
         if block_ids[row] != NO_BLOCK:

@@ -186,15 +186,21 @@ def complete_load(
 
 
 def prepare_store(
-    policy: Policy, state: HostState, keys: Array, count: Array
+    policy: Policy,
+    state: HostState,
+    keys: Array,
+    count: Array,
+    may_decline: Array | bool = True,
 ) -> tuple[HostState, StoreAnswer]:
     """Allocate a block for each absent key, evicting other blocks if necessary.
 
-    No key of the batch is evicted for another one. A repeated key gets one block.
+    No key of the batch is evicted for another one. A repeated key gets one block. The
+    policy declines none unless `may_decline` (bool[]).
     """
     present = policy.find(state.policy, keys, count)
     missing = _valid(keys, count) & (present == NO_BLOCK)
-    return _store(policy, state, keys, present, missing, is_hit=jnp.bool_(False))
+    is_hit = jnp.bool_(False)
+    return _store(policy, state, keys, present, missing, may_decline, is_hit=is_hit)
 
 
 def complete_store(
@@ -249,7 +255,7 @@ def request_step(
     touched = policy.touch(state.policy, keys, count, ready)
     missing = _valid(keys, count) & (block_ids == NO_BLOCK)
     state = dataclasses.replace(state, policy=touched)
-    state, stored = _store(policy, state, keys, block_ids, missing, is_hit=is_hit)
+    state, stored = _store(policy, state, keys, block_ids, missing, True, is_hit=is_hit)
     block_ids = jnp.where(is_hit, block_ids, stored.block_ids)
     return state, StepAnswer(num_hits, *stored._replace(block_ids=block_ids))
 
@@ -299,6 +305,7 @@ def _store(
     keys: Array,
     present: Array,
     missing: Array,
+    may_decline: Array | bool,
     *,
     is_hit: Array,
 ) -> tuple[HostState, StoreAnswer]:
@@ -317,7 +324,8 @@ def _store(
     ref_cnt = state.ref_cnt.at[batch].add(readers + protection, mode="drop")
     wanted = missing
     if policy.admit is not None:
-        wanted &= policy.admit(state.policy, keys, missing, num_free, ref_cnt)
+        admitted = policy.admit(state.policy, keys, missing, num_free, ref_cnt)
+        wanted &= admitted | jnp.logical_not(may_decline)
     num_declined = jnp.sum(missing & ~wanted, dtype=jnp.int32)
     rank = running_count(wanted) - 1
     num_missing = rank[-1] + 1

@@ -22,7 +22,15 @@ from jaxkv.keys.packed import (
 )
 from jaxkv.policies import get_policy_maker, make_retained
 from jaxkv.policies.base import Policy
-from jaxkv.policies.facts import BEGIN, FINISH, RETAIN, begun, finished, retained
+from jaxkv.policies.facts import (
+    BEGIN,
+    FINISH,
+    RETAIN,
+    begun,
+    check_kind,
+    finished,
+    retained,
+)
 from jaxkv.policies.lru import LRUState, next_victims
 from jaxkv.policies.retained import RELEASE
 from jaxkv.policies.reuse import ReuseTable
@@ -34,7 +42,6 @@ from jaxkv.tiers.base import (
     as_ids,
     refuse_outside,
 )
-from jaxkv.tiers.change_over import can_change, change_over, make_emptied, resume
 from jaxkv.tiers.device import DeviceBlockPool, Victims
 from jaxkv.tiers.executors import (
     Executor,
@@ -50,6 +57,7 @@ from jaxkv.tiers.key_memory import (
     RetentionNotes,
     ReuseFilter,
 )
+from jaxkv.tiers.learned import make_emptied, resume
 from jaxkv.tiers.retention import Retention, check_retention
 from jaxkv.tiers.snapshot import Snapshot, take_snapshot
 from jaxkv.types import KEY_BYTES, NO_BLOCK, STOPS, BlockKey, Stop
@@ -88,11 +96,10 @@ class BlockIndex:
         executor: "native" for compiled functions that update NumPy arrays, if the
             policy has them; "xla" for the pure functions as XLA programs.
         medium: The tier's name in events.
-        alternatives: Names of the policies that `change_policy` may switch to.
 
     Raises:
-        ValueError: If a number is too small, or a policy is unknown, was made for
-            other sizes, or cannot exchange its state with the others.
+        ValueError: If a number is too small, or the policy is unknown or was made for
+            other sizes.
         TypeError: If the policy is neither a name nor a `Policy`.
 
     Example:
@@ -118,7 +125,6 @@ class BlockIndex:
         retention: bool = False,
         executor: ExecutorName = "native",
         medium: str = HOST_MEDIUM,
-        alternatives: Sequence[str] = (),
     ) -> None:
         for name, value, min_value in (
             ("block_size", block_size, 1),
@@ -138,16 +144,7 @@ class BlockIndex:
         self._policy_uses_keys = self.policy.listens
         if retention and not self.policy.retains:
             self.policy = make_retained(self.policy)
-        self._alternatives = {
-            name: _as_policy(name, num_blocks) for name in alternatives
-        }
-        if self._alternatives and not all(map(can_change, self._policies)):
-            raise ValueError(
-                f"{cache_policy=} and {alternatives=}: one of these, or retention, has "
-                "state that no other policy can take over."
-            )
-        # Whether the policy or an alternative uses events of requests.
-        self.listens = any(policy.listens for policy in self._policies)
+        self.listens = self.policy.listens  # Whether it uses events of requests.
         self.retains = self.policy.retains
         check_type(bool, "True or False", enable_events=enable_events)
         self.events: list[OffloadingEvent] | None = [] if enable_events else None
@@ -236,13 +233,16 @@ class BlockIndex:
         num_tokens: int,
         now_ms: int,
         positions: Sequence[int] | None = None,
+        kind: int | None = None,
     ) -> int:
         """Notify a listening policy of a new request, before its blocks are used.
 
         Pass the keys of all full blocks of the prompt, resident or not. `now_ms` counts
         from any fixed moment. If the keys form several prefixes, such as one per layer
-        group, `positions` has the index of each block in its prefix. Returns the mark
-        that `finish_request` takes.
+        group, `positions` has the index of each block in its prefix. `kind` is a number
+        from 0 to 255 of the caller's choice, the same for requests whose prefixes are
+        used again alike, such as those of a route. Returns the mark that
+        `finish_request` takes.
 
         Example:
             >>> index = BlockIndex(16, num_blocks=2, cache_policy="hazard")
@@ -252,12 +252,13 @@ class BlockIndex:
         """
         check_whole(0, _MAX_COUNT, num_tokens=num_tokens)
         check_whole(None, now_ms=now_ms)
+        check_kind(kind)
         rows = self._rows_for_policy(block_hashes, positions)
         if rows is None:
             return 0
         self._advance_time(int(now_ms))
         words, block_positions = rows
-        facts = begun(self._now_ms % _TIMES, int(num_tokens))
+        facts = begun(self._now_ms % _TIMES, int(num_tokens), kind)
         return self.executor.note(words, BEGIN, block_positions, facts)
 
     def finish_request(
@@ -306,7 +307,7 @@ class BlockIndex:
             return False
         scratch = make_executor(self.policy, self._executor_name, self.executor.state)
         scratch.pin(ids)
-        return scratch.prepare_store(words) is not None
+        return scratch.prepare_store(words, False) is not None
 
     def place_keeping(
         self, keys: Sequence[bytes], kept: NDArray[np.int64]
@@ -329,7 +330,7 @@ class BlockIndex:
 
         Blocks in flight and the blocks of `keys` are not evicted. If `filtered`, keys
         that the look-up filters reject (`store_threshold`, `max_unseen_blocks`) are
-        skipped.
+        skipped, and the policy may decline others.
         """
         names, words, any_foreign = lay_out(keys)
         rows: list[int] | None = None  # The rows of `names` in `keys`; None for all.
@@ -348,7 +349,7 @@ class BlockIndex:
             return Placement((), NO_IDS, NO_IDS, ())
         if len(names) > self.policy.max_batch:
             return None  # More unique keys than blocks.
-        store = self.executor.prepare_store(words)
+        store = self.executor.prepare_store(words, filtered)
         if store is None:
             return None
         placement = self._record_placement(names, words, any_foreign, store)
@@ -523,34 +524,6 @@ class BlockIndex:
         if self.events is not None:
             self.events.append(OffloadingEvent([], self.block_size, self.medium, True))
 
-    def change_policy(
-        self, name: str, learned: Executor | None = None, scale: int = 1
-    ) -> None:
-        """Switch to an alternative policy; every block keeps its place.
-
-        Loads and stores in progress continue. `learned` is a shadow: a tier of any size
-        that has served the same requests with the new policy, for 1 of `scale` keys.
-
-        Example:
-            >>> index = BlockIndex(16, num_blocks=2, alternatives=["lru", "slru"])
-            >>> index.publish(index.place([b"a", b"b"]).block_ids, [b"a", b"b"])
-            >>> index.touch([b"a"])
-            >>> index.change_policy("slru")
-            >>> index.place([b"c"]).evicted_keys
-            [b'b']
-        """
-        if not isinstance(name, str) or name not in self._alternatives:
-            names = sorted(self._alternatives)
-            raise ValueError(
-                f"name={shown(name)} must be one of the alternatives, {names}."
-            )
-        policy = self._alternatives[name]
-        self.executor = change_over(
-            self.executor, self.policy, policy, self._executor_name, learned, scale
-        )
-        self.policy = policy
-        self._policy_uses_keys = policy.listens
-
     def resume(self, learned: ReuseTable) -> None:
         """Continue with the reuse table that "hazard" learned in an earlier run."""
         name = self._executor_name
@@ -631,17 +604,7 @@ class BlockIndex:
 
         It takes seconds the first time on a machine, later less than one.
         """
-        for policy in self._policies:
-            self._warm_up(policy)
-
-    @property
-    def _policies(self) -> list[Policy]:
-        """The current policy and the alternatives."""
-        alternatives = self._alternatives.values()
-        return [self.policy, *(p for p in alternatives if p is not self.policy)]
-
-    def _warm_up(self, policy: Policy) -> None:
-        scratch = make_executor(policy, self._executor_name)
+        scratch = make_executor(self.policy, self._executor_name)
         _, words = pack([bytes(KEY_BYTES)])
         ids, positions = np.zeros(1, np.int64), np.zeros(1, np.int32)
         for read in (scratch.find, scratch.find_readable):
@@ -653,7 +616,7 @@ class BlockIndex:
             scratch.note(words, FINISH, positions, finished(0, -1, 0, 0))
         if self.retains:
             scratch.note(words, RETAIN, positions, retained(0, RELEASE, 0, 0))
-        scratch.prepare_store(words)
+        scratch.prepare_store(words, True)
         scratch.complete_store(words, True)
         scratch.pin(ids)
         scratch.complete_step(ids, 1)
@@ -661,13 +624,12 @@ class BlockIndex:
 
     def warm_up_with_device(self, pool: DeviceBlockPool, *, is_lazy: bool) -> None:
         """Warm up the calls that take the device pool, for lazy or for eager stores."""
-        for policy in self._policies:
-            scratch = make_executor(policy, self._executor_name)
-            _, words = pack([bytes(KEY_BYTES)])
-            if is_lazy:
-                pool.next_victims(0, scratch.next_victims)
-            elif isinstance(scratch, NativeExecutor):
-                scratch.place_from(pool.bound, words, np.zeros(1, np.int64), True)
+        scratch = make_executor(self.policy, self._executor_name)
+        _, words = pack([bytes(KEY_BYTES)])
+        if is_lazy:
+            pool.next_victims(0, scratch.next_victims)
+        elif isinstance(scratch, NativeExecutor):
+            scratch.place_from(pool.bound, words, np.zeros(1, np.int64), True)
 
     def _rows_for_policy(
         self, block_hashes: Iterable[bytes], positions: Sequence[int] | None

@@ -8,11 +8,9 @@ import time
 import traceback
 from collections.abc import Callable
 from typing import NamedTuple
-from unittest import mock
 
 import jax
 
-from jaxkv.scheduling.whatif import auto
 from tests.campaign.by_hand import ByHand
 from tests.campaign.connector import run_connector
 from tests.campaign.paged import PagedEngine, new_history
@@ -20,7 +18,6 @@ from tests.campaign.prefixes import PrefixUser
 from tests.campaign.processes import run_processes
 from tests.campaign.setups import random_setup
 from tests.campaign.storage import run_storage
-from tests.rigs.traffic import auto_at_once, change_in_turn
 
 STEPS = 600
 ENGINES_PER_CLEARING = 12
@@ -29,7 +26,7 @@ COUNTERS = (
     *("engines", "processes", "steps", "block reads compared", "requests served"),
     *("saves", "loads", "saves failed", "loads failed", "saves stuck", "loads stuck"),
     *("pools lost", "aborts", "preemptions", "resets", "weights changed"),
-    *("policies changed", "explanations compared", "plans compared"),
+    *("explanations compared", "plans compared"),
 )
 
 
@@ -49,7 +46,6 @@ def run_paged(rng, counts, note, steps=STEPS):
     note(str(setup))
     engine = PagedEngine(setup, rng, counts, note)
     engine.run(steps)
-    counts["policies changed"] += engine.scheduler.num_policy_changes or 0
 
 
 KINDS: dict[str, Callable] = {
@@ -83,12 +79,7 @@ def run_one(seed, number, counts, *, kinds=tuple(KINDS), steps=STEPS, fault=None
     counts["engines"] += 1
     counts[f"engines, {kind}"] += 1
     try:
-        # So that a few requests change the policy, by their own choice or in turn.
-        eager = mock.patch.multiple(auto, **auto_at_once())
-        if number % 2:
-            eager = mock.patch.object(auto.PolicyChoice, "choose", change_in_turn)
-        with eager:
-            engine(rng, counts, note, steps=steps)
+        engine(rng, counts, note, steps=steps)
     except Exception as error:
         lines = [
             f"Engine {number} of seed {seed} has failed. To repeat it:",

@@ -626,7 +626,6 @@ class PagedEngine:
         left = {name: num for name, num in left.items() if num}
         if left:
             raise StuckError(f"left behind: {left}")
-        self.counts["policies changed"] += scheduler.num_policy_changes or 0
 
     def count_storage(self):
         """Count the outcomes of stores to and fetches from the tiers below."""

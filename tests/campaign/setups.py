@@ -10,7 +10,6 @@ from jaxkv import (
     SlidingWindow,
     policy_names,
 )
-from jaxkv.policies.registry import AUTO
 from tests.campaign.model import BLOCK_BYTES
 
 GROUPS = {
@@ -67,11 +66,10 @@ class Setup:
 
 def random_setup(rng, *, groups=None, **fixed):
     """Choose an engine; `fixed` are keys of the configuration."""
-    is_auto = False
     if groups is None:
         groups = rng.choice(list(GROUPS))
-        if rng.random() < 0.15:  # As it is refused for most others.
-            is_auto, groups = True, rng.choice(SHADOWED)
+        if rng.random() < 0.15:  # As shadows are refused for most others.
+            groups = rng.choice(SHADOWED)
     num_groups = len(GROUPS[groups])
     values = {
         "num_host_blocks": rng.choice((6, 12, 30, 80)) * num_groups,
@@ -80,7 +78,7 @@ def random_setup(rng, *, groups=None, **fixed):
         "extent_bytes": rng.choice((None, 2 * BLOCK_BYTES, 6 * BLOCK_BYTES)),
         "store_threshold": rng.choice((0, 0, 0, 0, 2)),
         "max_unseen_blocks": rng.choice((None, None, None, 0, 2)),
-        "retention": rng.random() < 0.3 and not is_auto,
+        "retention": rng.random() < 0.3,
         "delay_shared_loads": rng.random() < 0.25,
         "max_blocks_in_flight": rng.choice((None, None, None, 2, 8)),
         "skip_slow_loads": rng.random() < 0.15,
@@ -90,7 +88,7 @@ def random_setup(rng, *, groups=None, **fixed):
         "report_after_steps": rng.choice((None, None, None, 1, 2)),
         "deadline_s": 12.0,
     }
-    is_pure = not is_auto and values["cache_policy"] != "hazard"
+    is_pure = values["cache_policy"] != "hazard"
     if is_pure and not values["retention"] and rng.random() < 0.2:
         values["executor"] = "xla"
     if rng.random() < 0.3:
@@ -98,7 +96,7 @@ def random_setup(rng, *, groups=None, **fixed):
     else:
         values["prompt_only"] = rng.random() < 0.15
         values["max_offload_tokens"] = rng.choice((None, None, None, 18))
-        if groups.startswith("full") and num_groups == 1 and not is_auto:
+        if groups.startswith("full") and num_groups == 1:
             values["blocks_per_host_block"] = rng.choice((1, 2, 3))
     if fixed.get("storage") is not None:
         values |= {
@@ -133,8 +131,6 @@ def random_setup(rng, *, groups=None, **fixed):
     ):
         shadows = "lru*1,3", "hazard*0.5;arc*2;off"
         values.setdefault("shadow", rng.choice((None, *shadows)))
-        if is_auto and values.get("storage_write") != "on_evict":
-            values["cache_policy"] = AUTO
     is_calm = rng.random() < 0.2
     stuck = rng.choice((0, 0.02)) if values["report_after_steps"] is None else 0
     return Setup(

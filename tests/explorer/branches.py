@@ -26,21 +26,17 @@ OUTSIDE = {
         *("requests.py Requests._check_lists", "requests.py Requests._check_number"),
         *("rules.py _checked_shadow", "rules.py RuleSettings._contradictions"),
         *("rules.py OffloadRules._contradictions", "rules.py check_groups"),
-        *(
-            "rules.py check_shadows",
-            "rules.py shadow_conflicts",
-            "rules.py _check_one_group",
-            "rules.py check_lists_victims",
-        ),
+        *("rules.py _check_one_group", "rules.py check_lists_victims"),
     ),
     "it notifies listeners, which change nothing": (
         *("eager.py EagerStores._notify", "eager.py EagerStores._passes"),
+        "listening.py Listeners.remove",
     ),
     "a request of a world keeps its history": (
         *("eager.py EagerStores._check_keys", "requests.py _Growing.updated"),
     ),
     "it runs before any event": (
-        "boundary.py make_boundaries",
+        *("boundary.py make_boundaries", "eager.py EagerStores.bind"),
         "scheduler.py OffloadScheduler.bind_device_block_pool",
         "scheduler.py OffloadScheduler.warm_up",
         "scheduler.py OffloadScheduler.wait_for_storage",
@@ -48,6 +44,7 @@ OUTSIDE = {
     "it is text, or a record for a reader of logs, metrics or files": (
         *("explain.py Explanation.__str__", "explain.py Explanation._rows"),
         *("stats.py Histogram.keep_samples", "stats.py Histogram.take_samples"),
+        "stats.py Histogram.add",
     ),
     "it is about several processes, or several tiers": (
         *("protocol.py OffloadMetadata.digest", "protocol.py _items_of"),

@@ -14,8 +14,6 @@ import pytest
 from jaxkv.scheduling.boundary import Boundary
 from jaxkv.scheduling.scheduler import OffloadScheduler
 from jaxkv.search.groups import FullAttention, SlidingWindow
-from jaxkv.tiers import index
-from jaxkv.tiers.change_over import change_over
 from jaxkv.tiers.device import DeviceBlockPool
 from tests.explorer import branches, search
 from tests.explorer.world import Setup, World, WrongError, pack, unpack
@@ -51,7 +49,7 @@ def explore(setup, **limits):
     return result
 
 
-@pytest.mark.parametrize("name", ["tiny", "pair", "pair, changes"])
+@pytest.mark.parametrize("name", ["tiny", "pair"])
 def test_nothing_goes_wrong_in_any_order_of_events(name):
     result = explore(WORLDS[name], refuse_every=5)
     assert result.is_exhausted
@@ -125,20 +123,6 @@ def test_equal_inputs_give_equal_plans_in_processes_that_hash_otherwise(capsys):
     assert said
 
 
-def test_a_change_over_that_loses_a_block_is_found(monkeypatch):
-    def forgetful(executor, old, new, *flags):
-        def hand_over(state):
-            held = old.hand_over(state)
-            return held._replace(blocks=held.blocks[1:])
-
-        return change_over(executor, old._replace(hand_over=hand_over), new, *flags)
-
-    monkeypatch.setattr(index, "change_over", forgetful)
-    actions, error = found(WORLDS["pair, changes"])
-    assert "with another policy" in error
-    assert actions == [("change",)]
-
-
 @pytest.mark.long
 def test_nothing_goes_wrong_in_two_minutes_of_many_worlds():
     num_states, seen = 0, set()
@@ -179,7 +163,7 @@ def test_a_probe_that_ends_after_the_store_was_left_is_ignored():
 
 
 @pytest.mark.parametrize(
-    "name", ["pair, store", "hybrid", "changes", "bound", "together", "paused"]
+    "name", ["pair, store", "hybrid", "hazard", "bound", "together", "paused"]
 )
 def test_worlds_of_one_digest_have_one_future(name):
     assert search.compare_futures(WORLDS[name], 200) > 20

@@ -57,7 +57,7 @@ _VARIANTS = {
     "lose": ("preempt", {"is_told": False}),
 }
 # Actions after which an ended world is as ended as before.
-_OUTSIDE = {"forget", "gap", "list", "unlist", "rates", "change"}
+_OUTSIDE = {"forget", "gap", "list", "unlist", "rates"}
 # After this many refused queries, a request may take the room of stopped ones.
 _MAX_VAIN_ASKS = 8
 
@@ -82,7 +82,6 @@ class Setup:
     # Arguments of `note_rates`, the first at the start, when a probe is nearly due.
     rates: tuple = ()
     policy: str = "lru"
-    policies: tuple[str, ...] = ()  # They take turns ("change"), `policy` first.
     retentions: tuple[Retention, ...] = ()  # Of the first requests.
     awaiting: tuple = ()  # Requests whose prompts another engine may compute and store.
     private: str = ""  # Blocks with this letter are never written to the store.
@@ -231,7 +230,6 @@ _OF_ENGINE = (
         "is_down",
         "is_to_reset",
         "rates",
-        "serving",
         "event_keys",
         "holds",
         "querying",
@@ -252,8 +250,6 @@ class World:
         self.pool = DeviceBlockPool(setup.num_device_blocks + 1)
 
         def make_index(*args, **options):
-            if setup.policies:
-                options["alternatives"] = setup.policies
             self.host_tier = index_lib.BlockIndex(*args, **options)
             return self.host_tier
 
@@ -296,7 +292,6 @@ class World:
         self.silent = []  # Of these, the ones that only the next step reports.
         self.is_listed, self.is_down = not setup.listed, False
         self.is_left = False
-        self.serving = setup.policy
         self.is_to_reset = False  # Before anything is asked for again.
         self.holds = {}  # What is held for each request, by its name.
         self.querying = []  # Who has asked since it had blocks.
@@ -378,7 +373,7 @@ class World:
         it again ("back"); the host is reset ("reset"), the device's cache forgotten
         ("forget") or only its first block ("gap"), the store left ("leave"), listed
         once more ("relist"), not listable ("unlist") or not reachable for a while
-        ("down"); the host's policy changes ("change"). A store is listed ("list");
+        ("down"). A store is listed ("list");
         rates are measured ("rates").
         """
         acts, actions = self.setup.acts, []
@@ -437,7 +432,6 @@ class World:
             ("unlist", "unlist" in acts),
             ("down", "down" in acts and not self.is_down),
             ("up", self.is_down),
-            ("change", self.setup.policies),
         ):
             if is_possible:
                 actions.append((kind,))
@@ -1175,19 +1169,6 @@ class World:
         blocks = self.pool.find(self._all_keys[:1])
         self.pool.evict(blocks[blocks != NO_BLOCK])
 
-    def _do_change(self):
-        names, host = self.setup.policies, self.host_tier
-        before = self._kept(host)
-        self.serving = names[(names.index(self.serving) + 1) % len(names)]
-        host.change_policy(self.serving)
-        if self._kept(host) != before:
-            raise WrongError(f"{before} became {self._kept(host)} with another policy")
-
-    def _kept(self, tier):
-        """Return the state no policy may change: keys of blocks, uses, free blocks."""
-        shot = tier.snapshot()
-        return shot.block_ids, shot.ref_cnt, shot.free_ids
-
     # What has to hold.
 
     def check(self):
@@ -1473,7 +1454,7 @@ class World:
                 )
                 for r in self.requests
             ],
-            *(self.preempted, self.silent, self.is_listed, self.is_left, self.serving),
+            *(self.preempted, self.silent, self.is_listed, self.is_left),
             *(self.is_to_reset, self.rates, self.querying),
             [self.host[block] for block in hosts],
             sorted(self.objects.items()),

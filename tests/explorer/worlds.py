@@ -39,19 +39,18 @@ def _with(setup, *acts, **rules):
     return replace(setup, rules=new_rules, acts=(*setup.acts, *acts))
 
 
+_FEW = _with(
+    replace(_STORE, num_host_blocks=5, num_storage_blocks=1),
+    "lose",
+    max_storage_blocks=1,
+)
+
 WORLDS = {
     # Small enough that all of it is seen.
     "tiny": Setup((("ab", 2),), num_device_blocks=2, num_host_blocks=1, acts=ACTS),
     "pair": _PAIR,
     "pair, lazy": replace(_PAIR, requests=(("ab", 2), ("ac", 2)), rules=LAZY),
     "pair, store": replace(_PAIR, rules=THROUGH, num_storage_blocks=2, listed=(0,)),
-    "pair, changes": replace(
-        _PAIR,
-        requests=(("ab", 2), ("ac", 2)),
-        policies=("lru", "slru"),
-        acts=("preempt", "forget"),
-        served=(0,),
-    ),
     # Larger ones: only their nearest states are explored.
     "eager": _SMALL,
     "eager, large": _with(
@@ -63,11 +62,7 @@ WORLDS = {
     "store, on evict": _with(
         replace(_STORE, private="c"), "part", "leave", storage_write="on_evict"
     ),
-    "store, few": _with(
-        replace(_STORE, num_host_blocks=5, num_storage_blocks=1),
-        "lose",
-        max_storage_blocks=1,
-    ),
+    "store, few": _FEW,
     "store, in windows": _with(
         replace(
             _STORE,
@@ -286,8 +281,12 @@ WORLDS = {
         is_ahead=True,
     ),
     "arc": replace(_WARM, policy="arc", has_events=True),
-    "changes": replace(
-        _STORE, policies=("lru", "slru", "hazard"), has_events=True, served=(0,)
+    "hazard": replace(_STORE, policy="hazard", has_events=True, served=(0,)),
+    "hazard, small": _with(
+        replace(_FEW, policy="hazard", served=(0,)), "forget", "gap", "less"
+    ),
+    "few, on reuse": _with(
+        replace(_FEW, served=(0,)), "forget", "gap", "less", storage_write="on_reuse"
     ),
     "kept": replace(
         _with(_WARM, retention=True),

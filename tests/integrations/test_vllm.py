@@ -389,6 +389,8 @@ WISHES = [
         for name in LIMITS
         for value in (-1, True, "16", 1.5)
     ],
+    *[({"kind": num}, "kind", num, None) for num in (0, 255, None)],
+    *[({"kind": x}, "kind", None, "from 0 to 255") for x in (-1, 256, True, "1")],
     ({"do_remote_prefill": True}, "remote_prefill", True, None),
     ({"do_remote_prefill": False}, "remote_prefill", False, None),
     ({"do_remote_prefill": None}, "remote_prefill", False, None),
@@ -396,7 +398,7 @@ WISHES = [
 ]
 
 
-def test_a_client_sets_limits_retention_and_remote_prefill(caplog):
+def test_a_client_sets_limits_retention_kind_and_remote_prefill(caplog):
     """A client's mistake is logged, and does not end the engine."""
     for params, name, value, warning in WISHES:
         request = SimpleNamespace(request_id="r0", kv_transfer_params=params)

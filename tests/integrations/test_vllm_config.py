@@ -122,8 +122,8 @@ def test_the_keys_set_rules_and_sizes(monkeypatch):
 def test_faults_name_vllms_keys_and_leave_values_alone():
     for extra, message in [
         (
-            {"eviction_policy": "auto", "blocks_per_chunk": 2},
-            "eviction_policy='auto' and blocks_per_chunk=2 exclude one another",
+            {"shadow": "lru*2", "blocks_per_chunk": 2},
+            "shadow='lru*2' and blocks_per_chunk=2 exclude one another",
         ),
         (
             {"record": "host_bytes={mode}", "record_key_file": "host_bytes={mode}"},

@@ -90,7 +90,7 @@ def test_answers_are_the_same_with_async_scheduling(lab):
     [
         {"blocks_per_chunk": 4},
         {"eviction_policy": "arc", "num_cpu_blocks": 40},
-        {"eviction_policy": "auto", "num_cpu_blocks": 40, "shadow": "lru*2"},
+        {"eviction_policy": "hazard", "num_cpu_blocks": 40, "shadow": "lru*2"},
         {"store_threshold": 2, "delay_shared_loads": True},
         {"staging_bytes": "2MiB"},
     ],

@@ -104,7 +104,7 @@ def test_two_hosts_are_warm_after_a_restart_from_a_store_with_their_shards(
     first_turns = []
     for policy in (
         {"eviction_policy": "hazard", "retention": True},
-        {"eviction_policy": "auto"},
+        {"eviction_policy": "hazard"},
     ):
         expected, actual = run_both(lab, rounds, **storage | policy)
         check(rounds, expected, actual)

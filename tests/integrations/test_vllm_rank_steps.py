@@ -240,7 +240,7 @@ def test_policies_that_need_jax_are_refused_in_forked_processes(monkeypatch):
     registry.register_policy("pure", make_pure)
     with pytest.raises(ValueError, match="eviction_policy='pure' cannot be used with"):
         list(configs(2, extra={"eviction_policy": "pure"}))
-    for name in ("auto", "hazard", "arc"):
+    for name in ("hazard", "arc"):
         assert len(list(configs(2, extra={"eviction_policy": name}))) == 2
 
 

@@ -121,7 +121,7 @@ def test_windows_are_the_same_in_two_ranks(lab):
     ("extra", "fault"),
     [
         ({}, "failures"),
-        ({"eviction_policy": "auto", "num_cpu_blocks": 240, "shadow": "lru*2"}, ""),
+        ({"eviction_policy": "hazard", "num_cpu_blocks": 240, "shadow": "lru*2"}, ""),
         ({"eviction_policy": "hazard", "num_cpu_blocks": 240}, ""),
         ({"blocks_per_chunk": 2, "skip_slow_loads": True}, ""),
     ],

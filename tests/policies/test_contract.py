@@ -63,14 +63,14 @@ def on_copies(policy):
         state = copy_to_numpy(state)
         entries, _ = rows(state, keys, count)
         is_use = np.array(ready)[: len(entries)].copy()
-        native.touch(Bound(state), native.variant, entries, is_use)
+        native.touch(Bound(state), entries, is_use)
         return state
 
     def insert(state, keys, block_ids):
         state, keys = copy_to_numpy(state), np.array(keys)
         keys.flags.writeable = False
         ids = np.array(block_ids, np.int64)
-        native.insert(Bound(state), native.variant, keys, ids)
+        native.insert(Bound(state), keys, ids)
         return InsertResult(state, ids != -1)
 
     def remove(state, keys, block_ids):
@@ -88,7 +88,7 @@ def on_copies(policy):
         state, ref_cnt = copy_to_numpy(state), np.array(ref_cnt)
         num, ids = int(num), np.full(width, -1, np.int32)
         keys = np.zeros((width, 8), np.uint32)
-        ok = native.evict(Bound(state), native.variant, num, ref_cnt, ids[:num], keys)
+        ok = native.evict(Bound(state), num, ref_cnt, ids[:num], keys)
         return EvictResult(state, ids if ok else np.full_like(ids, -1), keys, ok)
 
     return policy._replace(

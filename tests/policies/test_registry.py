@@ -62,7 +62,7 @@ def test_an_unknown_name_is_refused_with_those_there_are():
     for name, hint in (
         ("x", ""),
         ("LRU", ": did you mean lru?"),
-        ("arc-fixed", ": did you mean arc_fixed?"),
+        ("slru", ": did you mean lru?"),
         (None, ""),
     ):
         with pytest.raises(ValueError, match="Unknown cache policy") as error:

@@ -29,7 +29,7 @@ class Cache:
         self.policy = policy
         self.executor = make_executor(policy)
         for number in range(policy.num_blocks):
-            self.executor.prepare_store(keys_of([number]))
+            self.executor.prepare_store(keys_of([number]), True)
             self.executor.complete_store(keys_of([number]), True)
 
     @property
@@ -44,7 +44,7 @@ class Cache:
         """Return the blocks evicted at a time; None if refused."""
         copy = make_executor(self.policy, state=self.executor.state)
         copy.note(keys_of([999]), BEGIN, np.zeros(1, np.int32), begun(at_ms, 1))
-        stored = copy.prepare_store(keys_of(range(100, 100 + num)))
+        stored = copy.prepare_store(keys_of(range(100, 100 + num)), True)
         return stored and {int(key[0]) - 1 for key in stored.evicted_keys}
 
 
@@ -67,16 +67,6 @@ def test_blocks_of_a_lower_priority_are_evicted_before_older_ones():
     lru.retain([3], 10, ttl_ms=MINUTE_MS)
     lru.retain([4, 5], 30, ttl_ms=MINUTE_MS)
     assert lru.victims(2) == {3, 0}
-
-
-def test_a_policy_that_refuses_because_of_priorities_is_asked_without_them():
-    # Below its target, vLLM's ARC takes from T2 alone: here what is retained.
-    arc = Cache(make_retained(get_policy_maker("arc")(NUM_BLOCKS, 64)))
-    arc.executor.touch(keys_of([0]), True)
-    arc.state.inner.target.view(np.float64)[0] = NUM_BLOCKS
-    arc.retain([0], 99, ttl_ms=MINUTE_MS)
-    assert arc.victims(1) == {0}
-    assert arc.victims(2) is None  # as without priorities
 
 
 def test_a_policy_without_native_functions_is_refused():

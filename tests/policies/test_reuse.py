@@ -12,7 +12,7 @@ def make_table(*counts):
     table = reuse.init()
     bound = Bound(table)
     for code, parent, begin, num_uses, num_reuses in counts:
-        row = reuse.row_of(bound, code, parent, begin)
+        row = reuse.row_of(bound, code, parent, begin, reuse.NUM_ROWS)
         table.touches[row] += num_uses
         table.reuses[row, 0] += num_reuses
     reuse.fill_index(bound)
@@ -30,7 +30,7 @@ def values(table):
 
 def test_a_class_without_uses_is_worth_what_its_parent_is():
     table = make_table((5, 0, -1, 0, 0), (6, 1, -1, 900, 800))
-    row = reuse.row_of(Bound(table), 7, 1, -1)
+    row = reuse.row_of(Bound(table), 7, 1, -1, reuse.NUM_ROWS)
     root, above, used, new = values(table)
     assert (row, new) == (3, above)
     assert root < above < used
@@ -56,17 +56,10 @@ def test_without_room_a_class_counts_for_its_parent():
     table = reuse.init()
     bound = Bound(table)
     for code in range(1, reuse.NUM_ROWS):
-        assert reuse.row_of(bound, code, 0, -1) == code
-    assert reuse.row_of(bound, reuse.NUM_ROWS, 7, -1) == 7
-    assert reuse.row_of(bound, 3, 0, -1) == 3
+        assert reuse.row_of(bound, code, 0, -1, reuse.NUM_ROWS) == code
+    assert reuse.row_of(bound, reuse.NUM_ROWS, 7, -1, reuse.NUM_ROWS) == 7
+    assert reuse.row_of(bound, 3, 0, -1, reuse.NUM_ROWS) == 3
     assert table.num_rows == reuse.NUM_ROWS
-
-
-def test_a_table_that_is_scaled_up_trusts_its_classes_more():
-    table = make_table((5, 0, -1, 10, 9), (6, 0, -1, 10, 0))
-    more = reuse.scaled(table, 64)
-    assert (more.touches == 64 * table.touches).all()
-    assert values(more)[1] > values(table)[1] > values(table)[2] > values(more)[2]
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -1,6 +1,6 @@
-"""Plain-Python twins of both ARC policies, for the twin of the manager.
+"""A plain-Python twin of ARC, for the twin of the manager.
 
-Written from the description of vLLM 0.19.1's policy: ordered dicts, one key at a time,
+Written from the description of vLLM's policy: ordered dicts, one key at a time,
 Python's floats.
 """
 
@@ -70,8 +70,8 @@ class ReferenceARC:
         while len(chosen) < num:
             key = next(t1, None) if size >= int(self.target) else None
             size -= key is not None
-            if key is None:
-                key = self.choose_below_target(t1, t2)
+            for blocks in (t2, t1):  # If T1 is below its target, or has none.
+                key = next(blocks, None) if key is None else key
             if key is None:
                 return None
             chosen.append(key)
@@ -81,33 +81,7 @@ class ReferenceARC:
                 ghosts.popitem(last=False)
         return victims
 
-    def choose_below_target(self, t1, t2):
-        return next(t2, None)
-
     def make_ghost(self, key):
         blocks, ghosts = (self.t1, self.b1) if key in self.t1 else (self.t2, self.b2)
         ghosts[key] = None
         return blocks.pop(key)
-
-
-class ReferenceARCFixed(ReferenceARC):
-    def insert(self, key, block):
-        was_ghost = key in self.b1 or key in self.b2
-        super().insert(key, block)
-        if was_ghost:
-            self.t2[key] = self.t1.pop(key)
-
-    def touch(self, keys):
-        longer, limit = max(len(self.b1), len(self.b2)), self.num_blocks / 16
-        step = 0.0
-        for sign, ghosts in ((1, self.b1), (-1, self.b2)):
-            if ghosts:
-                step += sign * sum(key in ghosts for key in keys) * longer / len(ghosts)
-        step = max(min(step, limit), -limit)
-        self.target = max(min(self.target + step, self.num_blocks), 0)
-        for key in reversed(keys):
-            self.use(key)
-
-    def choose_below_target(self, t1, t2):
-        key = next(t2, None)
-        return next(t1, None) if key is None else key

@@ -13,8 +13,9 @@ NUM_BINS = 28
 STOPS = (None, "tool_use", "end_turn")
 TURN_BUCKET = (0, 0, 1, 2, 2, 3)
 # A class is a tuple of facts, each of which splits the class without it: those of the
-# request, whether the block was known, and the conversation's pause. The request's are
-# (stop, output, bucket of turns, share), or (bucket, share) when it begins.
+# request, its kind if it has one, as (kind,), whether the block was known, and the
+# conversation's pause. The request's are (stop, output, bucket of turns, share), or
+# (bucket, share) when it begins.
 ALL = ()
 NEW, KNOWN = 1, 2
 # Where bins begin, in units of 512 ms, and how long they are.
@@ -37,9 +38,9 @@ def bits_of(number):
 
 def code_of(of_class):
     """The code of a class of a block whose request has finished."""
-    (stop, output, bucket, share), known, pause = of_class
+    (stop, output, bucket, share), *kind, known, pause = of_class
     number = ((stop * 5 + output) * 4 + bucket) * 4 + share
-    return number + 1 << 6 | known << 4 | pause + 1
+    return number + 1 << 15 | known << 13 | pause + 1 << 9 | sum(k + 1 for (k,) in kind)
 
 
 def tag_of(key):
@@ -114,7 +115,7 @@ class ReferenceHazard:
     def age(self, note):
         return (self.clock_ms - note.last_ms) % 2**32
 
-    def begin(self, keys, num_tokens, now_ms, positions):
+    def begin(self, keys, num_tokens, now_ms, positions, kind=None):
         self.tell_time(now_ms)
         self.num_begun += 1
         if self.num_begun % 64 == 0:
@@ -143,14 +144,16 @@ class ReferenceHazard:
                 self.reuses[note.of_class][bin_of(self.age(note))[0]] += 1
         share = min(4 * notes.count(None) // len(keys), 3)
         bucket = TURN_BUCKET[turn]
+        request = [(bucket, share)] if kind is None else [(bucket, share), (kind,)]
         classes = [
-            self.find_class((bucket, share), NEW if note is None else KNOWN, pause)
+            self.find_class(*request, NEW if note is None else KNOWN, pause)
             for note in notes
         ]
-        self.current = self.find_class((bucket, share), NEW, pause), turn
+        self.current = self.find_class(*request, NEW, pause), turn
         chosen = [None if key in self.notes else self.choose_slot(key) for key in keys]
         self.note(keys, positions, notes, chosen, classes, turn)
-        return pause | share << 3 | bucket << 5 | turn << 7
+        kind_bits = 0 if kind is None else kind + 1
+        return pause | share << 3 | bucket << 5 | turn << 7 | kind_bits << 10
 
     def finish(self, keys, mark, now_ms, num_output_tokens, stop, positions):
         self.tell_time(now_ms)
@@ -158,6 +161,7 @@ class ReferenceHazard:
         if num_output_tokens is not None:
             output = 1 + sum(num_output_tokens >= step for step in (64, 256, 1024))
         pause, share, bucket = mark & 7, mark >> 3 & 3, mark >> 5 & 3
+        kind = [((mark >> 10) - 1,)] if mark >> 10 else []
         slots = [None if key in self.notes else self.find_slot(key) for key in keys]
         notes = [
             self.notes.get(key) or (self.ghosts[slot][1] if slot else None)
@@ -165,10 +169,10 @@ class ReferenceHazard:
         ]
         classes = []
         for note in notes:
-            known = NEW if note is None or note.of_class == ALL else note.of_class[1]
-            begin = self.find_class((bucket, share), known, pause)
+            known = NEW if note is None or note.of_class == ALL else note.of_class[-2]
+            begin = self.find_class((bucket, share), *kind, known, pause)
             request = STOPS.index(stop), output, bucket, share
-            of_class = self.find_class(request, known, pause)
+            of_class = self.find_class(request, *kind, known, pause)
             self.begins.setdefault(of_class, begin)
             self.touches[of_class] += 1
             classes.append(of_class)
@@ -273,14 +277,14 @@ class ReferenceHazard:
         for of_class in self.classes:
             num, nums = touches[of_class], reuses[of_class]
             if of_class == ALL:
-                shares[ALL] = [(n + 1) / (num + 2 * NUM_BINS) for n in nums]
+                shares[ALL] = [(n + 32) / (num + 64 * NUM_BINS) for n in nums]
             elif num == 0:
                 shares[of_class] = shares[of_class[:-1]]
                 self.index[of_class] = self.index[of_class[:-1]]
                 continue
             else:
                 pairs = zip(nums, shares[of_class[:-1]], strict=True)
-                shares[of_class] = [(n + 128 * s) / (num + 128) for n, s in pairs]
+                shares[of_class] = [(n + 1024 * s) / (num + 1024) for n, s in pairs]
             self.index[of_class] = self.make_row(shares[of_class])
 
     @staticmethod

@@ -92,12 +92,12 @@ class ReferenceManager:
     def touch(self, keys):
         self.policy.touch(keys)
 
-    def begin_request(self, keys, num_tokens, now_ms, positions):
+    def begin_request(self, keys, num_tokens, now_ms, positions, kind=None):
         if not keys:
             return 0
         self.now_ms = now_ms
         keys, positions = keys[: self.max_keys], positions[: self.max_keys]
-        return self.policy.begin(keys, num_tokens, now_ms, positions)
+        return self.policy.begin(keys, num_tokens, now_ms, positions, kind)
 
     def finish_request(self, keys, mark, now_ms, num_output_tokens, stop, positions):
         if keys:

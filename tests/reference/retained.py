@@ -6,14 +6,10 @@ HALF_TIME = 2**31
 
 
 class ReferenceRetained:
-    """Priorities around the twin of another policy.
+    """Priorities around the twin of another policy."""
 
-    `may_refuse`: whether the other one may refuse although enough blocks are idle.
-    """
-
-    def __init__(self, num_blocks, inner, may_refuse=False):
+    def __init__(self, num_blocks, inner):
         self.inner = inner(num_blocks)
-        self.may_refuse = may_refuse
         self.retentions = {}  # key -> (priority, half-life, time to live, when)
         self.now_ms = None
 
@@ -48,10 +44,10 @@ class ReferenceRetained:
         if self.now_ms is None or (now_ms - self.now_ms) % 2**32 < HALF_TIME:
             self.now_ms = now_ms % 2**32
 
-    def begin(self, keys, num_tokens, now_ms, positions):
+    def begin(self, keys, num_tokens, now_ms, positions, kind):
         self.tell_time(now_ms)
         if hasattr(self.inner, "begin"):
-            return self.inner.begin(keys, num_tokens, now_ms, positions)
+            return self.inner.begin(keys, num_tokens, now_ms, positions, kind)
         return 0
 
     def finish(self, keys, mark, now_ms, num_output_tokens, stop, positions):
@@ -94,19 +90,13 @@ class ReferenceRetained:
         highest = sorted(priorities[key] for key in idle)[num - 1]
         lower = [key for key in idle if priorities[key] < highest]
         above = {key for key in priorities if priorities[key] > highest}
-        if self.may_refuse:
-            victims = self.inner.evict(num, protected | above)
-            if victims is None:
-                victims = self.inner.evict(num, protected)
-        else:
-            victims = []
-            if lower:
-                rest = protected | (set(priorities) - set(lower))
-                victims = self.inner.evict(len(lower), rest)
-            victims += self.inner.evict(num - len(lower), protected | above)
-        if victims is not None:
-            for key, _ in victims:
-                self.retentions.pop(key, None)
-            for key in [key for key in self.retentions if not self.priority(key)]:
-                del self.retentions[key]
+        victims = []
+        if lower:
+            rest = protected | (set(priorities) - set(lower))
+            victims = self.inner.evict(len(lower), rest)
+        victims += self.inner.evict(num - len(lower), protected | above)
+        for key, _ in victims:
+            self.retentions.pop(key, None)
+        for key in [key for key in self.retentions if not self.priority(key)]:
+            del self.retentions[key]
         return victims

@@ -3,21 +3,7 @@
 import hashlib
 import random
 
-from jaxkv.scheduling.whatif import auto
 from tests.rigs.offload_rig import BLOCK_SIZE, Rig, make_request
-
-
-def auto_at_once():
-    """Constants of `whatif.auto` that let it change policy at any lead."""
-    shares = {"SHARE_OF_HOST": 0.0, "MIN_SHARE": 0.0}
-    return {"CHECK_EVERY": 4, "PATIENCE": 1, **shares}
-
-
-def change_in_turn(choice):
-    """Stand for `PolicyChoice.choose`: put the next policy in place at each request."""
-    choice.num_changes += 1
-    choice.policy = auto.CANDIDATES[choice.num_changes % len(auto.CANDIDATES)]
-    return choice.policy
 
 
 class Traffic:

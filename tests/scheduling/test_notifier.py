@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxkv.policies.hazard import REQUEST_SHIFT
+from jaxkv.policies.reuse import touches_of
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.scheduler import OffloadScheduler
 from jaxkv.search.groups import FullAttention, SlidingWindow
@@ -34,6 +35,18 @@ def test_a_policy_is_notified_of_time_output_and_stop_reason():
     rig.run(request)
     assert classes_of(rig) == {(1, 1, 0, SHARE_ALL_NEW): 3}
     assert rig.host_tier.snapshot().policy["now_ms"] == 12_500
+
+
+def test_a_policy_and_its_shadow_are_notified_of_the_kind():
+    rig = Rig(policy="hazard", clock=lambda: 0.0, shadow="hazard*1")
+    for name, kind in (("one", None), ("two", 0), ("three", 255)):
+        request = make_request(name, name)
+        request.kind = kind
+        rig.run(request)
+    (shadow,) = rig.scheduler._whatif.shadows._tiers
+    for executor in (rig.host_tier.executor, shadow.executor):
+        touches = touches_of(executor.state.policy.reuse)
+        assert Counter(code & 511 for code in touches) == {0: 1, 1: 1, 256: 1}
 
 
 def test_a_request_that_comes_back_is_a_second_turn():
@@ -129,7 +142,6 @@ def test_several_processes_need_a_clock_that_they_agree_on(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     for policy, retains, what in (
         ("hazard", False, "'hazard' evicts by time"),
-        ("auto", False, "'auto' evicts by time"),
         ("lru", True, "retention=True evicts by time"),
     ):
         rules = OffloadRules(retention=retains)

@@ -81,7 +81,7 @@ def test_a_request_is_a_line_with_what_it_found_and_what_its_output_filled(
         now_s[0] += 1.5
         request = make_request("third", 1, 2, 3, 4, 5, 6)
         request.num_prompt_tokens = 3 * BLOCK_SIZE + 2
-        request.stop = "tool_use"
+        request.stop, request.kind = "tool_use", 7
         rig.run(request)
     assert recorder.stats == RecordStats(3, 0)
     first, _, third = requests_of(path)
@@ -89,7 +89,14 @@ def test_a_request_is_a_line_with_what_it_found_and_what_its_output_filled(
     fields = {"in": 13, "out": 0, "device": 0, "host": 0}
     assert first == {"t": 0.001, "ids": secret(keys[:3])} | fields
     # The second has brought the first block to the device.
-    fields = {"in": 14, "out": 11, "device": 4, "host": 8, "stop": "tool_use"}
+    fields = {
+        "in": 14,
+        "out": 11,
+        "device": 4,
+        "host": 8,
+        "stop": "tool_use",
+        "kind": 7,
+    }
     ids = {"ids": secret(keys[:3]), "out_ids": secret(keys[3:])}
     assert third == {"t": 1500.0} | fields | ids
 
@@ -471,16 +478,17 @@ def test_without_any_thread_a_recorder_writes_when_it_is_closed(path, monkeypatc
 
 def test_invalid_requests_are_dropped_and_the_rest_is_readable(path, caplog):
     wrong = {
-        "input_tokens=-7 must be at least 0": (b"k" * 32, -7, None),
-        "input_tokens=7.5 must be a whole number from 0 on": (b"k" * 32, 7.5, None),
-        "stop='length' must be one of": (b"k" * 32, 7, "length"),
-        "must be of type bytes": ("no bytes", 7, None),
+        "input_tokens=-7 must be at least 0": (b"k" * 32, -7, None, None),
+        "input_tokens=7.5 must be a whole number": (b"k" * 32, 7.5, None, None),
+        "stop='length' must be one of": (b"k" * 32, 7, "length", None),
+        "kind=256 must be a whole number from 0 to 255": (b"k" * 32, 7, None, 256),
+        "must be of type bytes": ("no bytes", 7, None, None),
     }
-    for why, (key, num_tokens, stop) in wrong.items():
+    for why, (key, num_tokens, stop, kind) in wrong.items():
         with described(path, 4) as recorder:
             recorder.begin("right", [b"k" * 32], 9)
             recorder.finish("right", None, 9, 9)
-            recorder.begin("wrong", [key], num_tokens)
+            recorder.begin("wrong", [key], num_tokens, kind=kind)
             recorder.finish("wrong", None, 9, 9, stop)
         assert recorder.stats == RecordStats(1, 1)
         assert why in caplog.text

@@ -31,8 +31,7 @@ def check_same(scheduler):
         ("lru", {}),
         ("hazard", {}),
         ("arc", {"host_blocks": 7}),
-        ("slru", {"max_blocks_in_flight": 3}),
-        ("arc_fixed", {}),
+        ("arc", {"max_blocks_in_flight": 3}),
         ("lru", {"store_threshold": 2, "delay_shared_loads": True}),
     ],
 )

@@ -22,12 +22,11 @@ SETUPS = {
         name: WORLDS[name]
         for name in (
             *("lazy", "store", "store, asked", "hybrid", "together", "paused", "rows"),
-            *("gate", "arc", "changes", "kept", "bound"),
+            *("gate", "arc", "hazard", "kept", "bound"),
         )
     },
-    "auto": dataclasses.replace(_SERVED, policy="auto"),
     "shadows": dataclasses.replace(
-        _SERVED, policy="hazard", rules=OffloadRules(shadow="slru*0.5,2; off")
+        _SERVED, policy="hazard", rules=OffloadRules(shadow="arc*0.5,2; off")
     ),
 }
 
@@ -81,7 +80,7 @@ def test_a_restored_scheduler_answers_as_it_did_before(name):
             assert restored.play(actions) == trail
 
 
-@pytest.mark.parametrize("name", ["store", "hybrid", "lazy", "changes"])
+@pytest.mark.parametrize("name", ["store", "hybrid", "lazy", "hazard"])
 def test_the_digest_differs_after_whatever_changes_what_may_follow(name):
     rng, world = random.Random(name), World(SETUPS[name])
     num_changes = 0
@@ -95,14 +94,13 @@ def test_the_digest_differs_after_whatever_changes_what_may_follow(name):
 
 
 @pytest.mark.parametrize("executor", ["native", "xla"])
-def test_a_tier_goes_back_to_an_earlier_policy_and_its_order(executor):
+def test_a_tier_goes_back_to_an_earlier_order(executor):
     keys = [key_from_int(number) for number in range(4)]
-    index = BlockIndex(16, 2, executor=executor, alternatives=["lru", "slru"])
+    index = BlockIndex(16, 2, executor=executor)
     index.publish(index.place(keys[:2]).block_ids, keys[:2])
     saved = snapshot(index, "index")
     for _ in range(2):
         index.touch(keys[:1])
-        index.change_policy("slru")
         assert list(index.place(keys[2:3]).evicted_keys) == keys[1:2]
         index.clear()
         assert snapshot(index, "index").digest != saved.digest

@@ -1,5 +1,9 @@
 """A tier whose policy declines blocks: what is counted and left alone."""
 
+import jax.numpy as jnp
+import pytest
+
+from jaxkv.policies import make_lru
 from jaxkv.tiers.host import OffloadingManager
 
 NUM_BLOCKS = 40
@@ -57,3 +61,54 @@ def test_without_notifications_nothing_is_declined():
         assert len(stored) == 20
         manager.complete_store(stored)
     assert manager.num_declined == 0
+
+
+def make_declining(executor):
+    """Make a full manager that declines every block."""
+    if executor == "xla":
+        lru = make_lru(NUM_BLOCKS)
+        policy = lru._replace(native=None, admit=lambda *args: jnp.zeros_like(args[2]))
+        manager = OffloadingManager(16, NUM_BLOCKS, policy)
+        one_off(manager, 0, 0)
+        one_off(manager, 1, 0)
+        return manager
+    manager = OffloadingManager(16, NUM_BLOCKS, "hazard")
+    for step in range(400):
+        returning(manager, 1000 * step)
+        one_off(manager, step, 1000 * step)
+    return manager
+
+
+@pytest.mark.parametrize("executor", ["native", "xla"])
+def test_a_block_fetched_from_a_store_is_not_declined(executor):
+    """The request that waits for it would wait for nothing."""
+    manager = make_declining(executor)
+    keys = [b"fetched %d" % i for i in range(4)]
+    assert not manager.place(keys).keys
+    assert manager.num_declined >= 4
+    before = manager.num_declined
+    assert manager.has_room(keys)
+    placed = manager.place(keys, filtered=False)
+    assert list(placed.keys) == keys
+    assert manager.num_declined == before
+
+
+def test_the_kind_tells_prompts_that_come_back_from_others():
+    """Prompts that are alike otherwise: one in four comes back, after ten others."""
+    num_found = {}
+    for kinds in ((None, None), (1, 0)):
+        manager = OffloadingManager(16, NUM_BLOCKS, "hazard")
+        num_found[kinds] = 0
+        for number in range(1000):
+            for prompt, delay_ms in ((number, 0), (number - 20, 10_000)):
+                if delay_ms and (prompt < 0 or prompt % 4):
+                    continue
+                keys = [b"%d %d" % (prompt, i) for i in range(4)]
+                now_ms, kind = 20_000 * number + delay_ms, kinds[prompt % 4 > 0]
+                mark = manager.begin_request(keys, 64, now_ms, kind=kind)
+                num_found[kinds] += manager.lookup(keys) * (number >= 500)
+                stored = manager.prepare_store(keys).block_hashes_to_store
+                manager.complete_store(stored)
+                manager.finish_request(keys, mark, now_ms, 100)
+    assert num_found[None, None] < 250
+    assert num_found[1, 0] > 450  # Of 500.

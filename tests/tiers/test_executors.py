@@ -27,7 +27,7 @@ def test_the_arrays_given_to_an_executor_stay_as_they_are(executor):
     state = made.state
     before = as_lists(state)
     key = np.ones((1, 8), np.uint32)
-    assert kind(policy, state).prepare_store(key).block_ids.tolist() == [0]
+    assert kind(policy, state).prepare_store(key, True).block_ids.tolist() == [0]
     assert as_lists(state) == before
 
 
@@ -49,9 +49,9 @@ def test_a_pure_policy_may_decline_what_needs_an_eviction():
     lru = get_policy_maker("lru")(2, 16)
     executor = make_executor(lru._replace(native=None, admit=admit))
     keys = np.arange(4, dtype=np.uint32)[:, None] + np.zeros(8, np.uint32)
-    store = executor.prepare_store(keys[[0, 2]])
+    store = executor.prepare_store(keys[[0, 2]], True)
     executor.complete_step(store.block_ids, 0)
-    store = executor.prepare_store(keys[[1, 3]])
+    store = executor.prepare_store(keys[[1, 3]], True)
     assert (store.num_stored, store.num_declined) == (0, 2)
     assert store.block_ids.tolist() == [NO_BLOCK] * 2
     assert executor.lookup(keys[[0, 2]]) == 2
@@ -64,7 +64,8 @@ def test_xla_programs_are_traced_once_for_each_padded_size():
 
     def serve_all(num):
         keys = rng.integers(0, 1 << 32, (num, 8), np.uint32)
-        executor.complete_store(keys[: executor.prepare_store(keys).num_stored], True)
+        store = executor.prepare_store(keys, True)
+        executor.complete_store(keys[: store.num_stored], True)
         executor.touch(keys, True)
         executor.prepare_load(keys[: executor.lookup(keys)])
         executor.complete_load(keys)

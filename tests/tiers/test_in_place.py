@@ -12,7 +12,7 @@ from jaxkv.tiers import host_state
 
 NUM_BLOCKS = 1 << 14
 BATCH = 16
-POLICIES = ("lru", "arc", "arc_fixed", "slru")
+POLICIES = ("lru", "arc")
 COPY = re.compile(r"= \w+\[([\d,]+)\]\S* copy\(")
 
 

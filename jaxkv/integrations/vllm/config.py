@@ -113,7 +113,7 @@ _TEXTS = {
     'an eighth: `"64GiB"` takes 72 GiB.',
     "num_cpu_blocks": "Number of host blocks, instead of `cpu_bytes_to_use`.",
     "eviction_policy": "[Cache policy](policies.md) of the host tier, such as "
-    "`hazard`, [`auto`](shadows.md), or your own.",
+    "`hazard`, or your own.",
     "blocks_per_chunk": "Device blocks per host block, as `blocks_per_host_block` in "
     "[configuration.md](configuration.md#all-settings).",
     "offload_prompt_only": "Do not store generated tokens, as vLLM's own connector "

@@ -43,6 +43,7 @@ from jaxkv.integrations.vllm.worker import (
     call_before,
 )
 from jaxkv.keys.mark import KeyMark
+from jaxkv.policies.facts import check_kind
 from jaxkv.scheduling.protocol import NO_MOVES, NO_REPORTS, ConnectorOutput
 from jaxkv.search.tiers import Source, first_tokens, search
 from jaxkv.types import BlockKey, Stop
@@ -121,15 +122,17 @@ class VllmRequest:
         self._max_offload_tokens: int | None = None
         self.max_load_tokens: int | None = None
         self.retention: Retention | None = None
+        self.kind: int | None = None
         self.remote_prefill = False  # Another engine computes and stores its prompt.
         self.is_explained = False  # Whether its response explains its last offer, ...
         self.explanation: str | None = None  # ... with this text.
         if getattr(request, "kv_transfer_params", None):
-            self._max_offload_tokens = _param(
-                request, "max_offload_tokens", _num_tokens
+            limits = "max_offload_tokens", "max_load_tokens"
+            self._max_offload_tokens, self.max_load_tokens = (
+                _param(request, name, _num_tokens) for name in limits
             )
-            self.max_load_tokens = _param(request, "max_load_tokens", _num_tokens)
             self.retention = _param(request, "retention", Retention.of)
+            self.kind = _param(request, "kind", check_kind)
             self.remote_prefill = bool(_param(request, "do_remote_prefill", _flag))
             self.is_explained = bool(_param(request, "explain", _flag))
         if self.retention is None and getattr(request, "kv_hints", None) is not None:
@@ -829,10 +832,8 @@ def _skips_prefix_cache(request: Any) -> bool:
     """Whether vLLM may not read a request's KV from caches."""
     params = getattr(request, "sampling_params", None)
     # A loaded prefix has no log-probabilities, even if the request accepts caches.
-    if any(
-        getattr(params, name, None) is not None
-        for name in ("prompt_logprobs", "prompt_logprob_token_ids")
-    ):
+    names = "prompt_logprobs", "prompt_logprob_token_ids"
+    if any(getattr(params, name, None) is not None for name in names):
         return True
     for owner in (request, params):
         skips = getattr(owner, "skip_reading_prefix_cache", None)

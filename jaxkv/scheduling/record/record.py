@@ -31,6 +31,7 @@ from jaxkv._util import Resource, check_type, check_whole, parse_bytes, shown
 from jaxkv._util.files import read_file, replace_file
 from jaxkv._util.outage import OutageLog
 from jaxkv.keys.packed import pack
+from jaxkv.policies.facts import check_kind
 from jaxkv.scheduling.record.keyed import SECRET_BYTES, hash_keys
 from jaxkv.scheduling.record.trace_file import TraceFile
 from jaxkv.types import STOPS, BlockKey, Stop
@@ -72,6 +73,7 @@ class _Request(NamedTuple):
     input_tokens: int
     device_tokens: int | None  # Device hits; None if unknown.
     host_tokens: int | None  # Host hits in addition; None if unknown.
+    kind: int | None = None
     output_tokens: int | None = None
     num_computed: int | None = None  # Tokens with KV, of prompt and output.
     stop: Stop | None = None
@@ -177,6 +179,7 @@ class TraceRecorder(Resource):
         input_tokens: int,
         device_tokens: int | None = None,
         host_tokens: int | None = None,
+        kind: int | None = None,
     ) -> None:
         """Record that a request begins.
 
@@ -186,12 +189,13 @@ class TraceRecorder(Resource):
             input_tokens: Tokens of its prompt.
             device_tokens: Device hits in tokens; None without a lookup.
             host_tokens: Host hits in addition; None without a lookup.
+            kind: Its kind, from 0 to 255, if it has one.
         """
         now_us = int(1e6 * (self._clock() - self._start_s))
         # Unique, so that times give the order of requests.
         self._last_us = max(now_us, self._last_us + 1)
         self._open[name] = _Request(
-            self._last_us, keys, input_tokens, device_tokens, host_tokens
+            self._last_us, keys, input_tokens, device_tokens, host_tokens, kind
         )
 
     def finish(
@@ -405,6 +409,7 @@ class _Writer:
     def _line_of(self, request: _Request) -> bytes:
         # One invalid line would make the whole file unreadable.
         check_whole(0, input_tokens=request.input_tokens)
+        check_kind(request.kind)
         if request.stop not in STOPS:
             raise ValueError(f"stop={shown(request.stop)} must be one of {STOPS}.")
         _, words = pack(request.keys)
@@ -418,6 +423,7 @@ class _Writer:
             "device": request.device_tokens,
             "host": request.host_tokens,
             "stop": request.stop,
+            "kind": request.kind,
         }
         texts = [json.dumps(_without_none(fields), default=int)[:-1], ', "ids": ']
         texts += _as_list(ids[:num_prompt])

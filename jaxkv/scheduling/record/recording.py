@@ -53,7 +53,8 @@ class Recording(Listener):
         num_local = start.num_local
         hits = num_local, None if num_local is None else start.num_external
         keys = start.keys[self._group]
-        self._recorder.begin(request.request_id, keys, num_prompt, *hits)
+        name = request.request_id
+        self._recorder.begin(name, keys, num_prompt, *hits, start.kind)
 
     def finished(self, end: End) -> None:
         """Record that a request has finished, and how many tokens may be stored."""

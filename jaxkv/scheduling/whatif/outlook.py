@@ -39,14 +39,11 @@ class Outlook:
     block_size: int  # Tokens per block.
     # Whether there are no tiers below the host, which shadows do not simulate.
     is_alone: bool = True
-    num_changes: int | None = None  # Policy changes by "auto"; None without it.
 
     def since(self, earlier: Outlook) -> Outlook:
         """Return the difference from an earlier outlook of the same engine."""
         names = "num_requests", "num_tokens", "num_device_tokens", "num_host_tokens"
         changes: Any = _differences(self, earlier, (*names, "num_asked_tokens"))
-        if self.num_changes is not None:
-            changes["num_changes"] = self.num_changes - (earlier.num_changes or 0)
         shadows = []
         names = "num_asked_tokens", "num_found_tokens", "num_loads", "num_stored"
         for new, old in zip(self.shadows, earlier.shadows, strict=True):
@@ -95,13 +92,10 @@ class Outlook:
         """A sentence about the hits with more memory or another policy."""
         device = percent_text(self.num_device_tokens, self.num_tokens)
         host = percent_text(self.num_host_tokens, self.num_tokens)
-        auto, num = "", self.num_changes
-        if num is not None:
-            auto = f" (auto, {num} {'change' if num == 1 else 'changes'})"
         text = (
             f"of {self.num_tokens:,} tokens of {self.num_requests:,} requests the "
             f"device had {device} and the host, {self._size(self.num_blocks)} with "
-            f"{self.policy}{auto}, {host}"
+            f"{self.policy}, {host}"
         )
         if not self.is_alone:
             text += " with the tiers below it. Without those"

@@ -22,18 +22,16 @@ from jaxkv._util.files import read_file, replace_file, resolved
 from jaxkv._util.outage import OutageLog
 from jaxkv.policies import reuse
 from jaxkv.policies.hazard import HazardState
-from jaxkv.policies.registry import AUTO
 from jaxkv.policies.reuse import ReuseTable
 from jaxkv.scheduling.checks import is_multi_process
 from jaxkv.scheduling.listening import End, Listener
-from jaxkv.scheduling.whatif.what_if import WhatIf
 from jaxkv.tiers.index import BlockIndex
 from jaxkv.transfer.storage.store import StoreError
 from jaxkv.transfer.storage.workers import DaemonThread
 
 SAVE_EVERY_MS = 600_000
 
-_FORMAT = 3
+_FORMAT = 4
 _FACTS = "format", "host_blocks", "block_size"
 _COLUMNS = "num_rows", "codes", "parents", "begins", "touches", "reuses"
 _MAX_BYTES = 1 << 19
@@ -162,11 +160,11 @@ class PolicyStateFile(Listener):
         )
 
 
-def open_policy_state(path: str, host: BlockIndex, what_if: WhatIf) -> PolicyStateFile:
+def open_policy_state(path: str, host: BlockIndex) -> PolicyStateFile:
     """Open the file of a host tier; restore the tier's statistics from it."""
     if not isinstance(host.executor.state.policy, HazardState):
         raise ValueError(
-            f"policy_state={shown(path)} needs cache_policy='hazard' or {AUTO!r}, "
+            f"policy_state={shown(path)} needs cache_policy='hazard', "
             "without retention: no other policy has statistics to keep."
         )
     if is_multi_process():
@@ -174,10 +172,16 @@ def open_policy_state(path: str, host: BlockIndex, what_if: WhatIf) -> PolicySta
             f"policy_state={shown(path)} is for one process: several would begin with "
             "different statistics, and evict different blocks."
         )
-    file = PolicyStateFile(path, host.num_blocks, host.block_size, what_if.learned)
-    learned = file.read()
-    if learned is not None:
-        what_if.resume(learned)
+
+    def learned() -> ReuseTable:
+        state = host.executor.state.policy
+        assert isinstance(state, HazardState)
+        return state.reuse
+
+    file = PolicyStateFile(path, host.num_blocks, host.block_size, learned)
+    earlier = file.read()
+    if earlier is not None:
+        host.resume(earlier)
     return file
 
 

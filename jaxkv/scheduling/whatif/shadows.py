@@ -34,18 +34,16 @@ from jaxkv._util import shown
 from jaxkv.keys.mark import KeyMark
 from jaxkv.keys.packed import pack, words_to_keys
 from jaxkv.policies import get_policy_maker, policy_names
-from jaxkv.policies.reuse import ReuseTable, scaled
 from jaxkv.scheduling.whatif.key_sample import NUM_GROUPS, KeySample
 from jaxkv.tiers.bare import BareTier, Course, select_keys
-from jaxkv.tiers.change_over import make_emptied, resume
 from jaxkv.tiers.executors import (
-    Executor,
     ExecutorName,
     Ids,
     Store,
     Words,
     make_executor,
 )
+from jaxkv.tiers.learned import make_emptied
 from jaxkv.types import KEY_BYTES, NO_BLOCK, STOPS, BlockKey, Stop
 
 FULL_BLOCKS = 2048
@@ -228,7 +226,6 @@ class Shadows:
         if sample_bits is None:
             sample_bits = max((num_host_blocks - 1) // FULL_BLOCKS, 0).bit_length()
         self._shadows = tuple(shadows)
-        self.num_host_blocks = num_host_blocks
         self._knows_prefixes = not is_lazy
         self._num_blocks = [
             max(round(shadow.factor * num_host_blocks), shadow.policy != OFF)
@@ -306,30 +303,6 @@ class Shadows:
             )
         return tuple(counts)
 
-    @property
-    def num_asked_of_sample(self) -> list[int]:
-        """The looked-up blocks of the sample, by its groups."""
-        return list(self._sample_lookups)
-
-    def num_found_of_sample(self, policy: str) -> list[int]:
-        """Return the sample's hits, by its groups, of `policy` at the serving size."""
-        return list(self._tier_of(policy).hits)
-
-    def num_found_tokens_of(self, policy: str) -> int:
-        """Return the hit tokens of `policy` at the serving size; fast and monotonic."""
-        num_hits = sum(self._tier_of(policy).hits)
-        return (self._num_hot + (num_hits << self._bits)) * self.block_size
-
-    def learned_by(self, policy: str) -> tuple[Executor, int]:
-        """Return `policy`'s index at the serving size, and keys per replayed key."""
-        return self._tier_of(policy).executor, 1 << self._bits
-
-    def resume(self, policy: str, table: ReuseTable) -> None:
-        """Restore statistics of `policy` at the serving size, from unscaled counts."""
-        tier, bits = self._tier_of(policy), self._bits
-        table = scaled(table, 1 / (1 << bits))
-        tier.executor = resume(tier.executor, tier.policy, self._executor_name, table)
-
     def look_up(
         self, name: str, keys: Sequence[BlockKey], first: int, last: int
     ) -> None:
@@ -366,6 +339,7 @@ class Shadows:
         keys: Sequence[BlockKey],
         num_tokens: int,
         now_ms: int,
+        kind: int | None = None,
         *,
         has_lookup: bool,
         has_load: bool,
@@ -384,7 +358,7 @@ class Shadows:
         if not visit.courses:
             return
         for tier, course in zip(self._tiers, visit.courses, strict=True):
-            tier.begin(course, words, now_ms, num_tokens)
+            tier.begin(course, words, now_ms, num_tokens, kind)
             tier.executor.touch(words, True)
 
     def first_open_block(self, name: str, keys: Sequence[BlockKey]) -> int:
@@ -507,11 +481,6 @@ class Shadows:
         for visit in self._visits.values():
             for course in visit.courses:
                 course.num_known, course.whole_at = 0, -1
-
-    def _tier_of(self, policy: str) -> _Tier:
-        """Return the tier of the shadow of `policy` at the serving size."""
-        with_tiers = [shadow for shadow in self._shadows if shadow.policy != OFF]
-        return self._tiers[with_tiers.index(Shadow(policy, 1.0))]
 
     def _find(self, tier: _Tier, words: Words) -> tuple[int, Ids]:
         """Return how many first keys are hits, and the ids held (none if sampled)."""

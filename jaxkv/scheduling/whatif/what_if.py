@@ -1,24 +1,16 @@
-"""Shadows as a listener of the scheduler, and the policy that "auto" chooses.
-
-Shadows only observe. "auto" also changes the policy of the serving tier, only when a
-request finishes.
-"""
+"""Shadows as a listener of the scheduler: they only observe."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from typing import Any
 
-from jaxkv.policies.hazard import HazardState
-from jaxkv.policies.registry import AUTO
-from jaxkv.policies.reuse import ReuseTable, scaled
 from jaxkv.scheduling.listening import End, Keys, Listener, Offer, Passes, Start
 from jaxkv.scheduling.plan import Gate, max_hit_tokens
 from jaxkv.scheduling.protocol import Request
 from jaxkv.scheduling.requests import Requests, output_tokens_of
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.stats import OffloadStats
-from jaxkv.scheduling.whatif.auto import PolicyChoice, with_candidates
 from jaxkv.scheduling.whatif.outlook import Outlook, OutlookLog
 from jaxkv.scheduling.whatif.shadows import ShadowCount, Shadows, parse_shadows
 from jaxkv.scheduling.whatif.speeds import Speeds
@@ -27,9 +19,7 @@ from jaxkv.tiers.index import BlockIndex
 
 
 class WhatIf(Listener):
-    """A tier without shadows, and with a fixed policy (None for a `Policy` object)."""
-
-    num_changes: int | None = None  # Policy changes by "auto"; None without it.
+    """A tier without shadows; `policy` is None for a `Policy` object."""
 
     def __init__(self, host: BlockIndex, policy: str | None) -> None:
         self._host = host
@@ -45,21 +35,6 @@ class WhatIf(Listener):
         raise ValueError(
             "there are no shadows: set some, such as OffloadRules(shadow='lru*2')."
         )
-
-    def num_found_tokens(self) -> int:
-        """Return the hit tokens of all shadows of "auto" so far; 0 without "auto"."""
-        return 0
-
-    def learned(self) -> ReuseTable:
-        """Return the statistics of "hazard", of the serving tier or of its shadow."""
-        state = self._host.executor.state.policy
-        assert isinstance(state, HazardState)
-        return state.reuse
-
-    def resume(self, learned: ReuseTable) -> None:
-        """Restore statistics of "hazard", in the serving tier and in its shadow."""
-        if isinstance(self._host.executor.state.policy, HazardState):
-            self._host.resume(learned)
 
 
 class Shadowed(WhatIf):
@@ -78,18 +53,13 @@ class Shadowed(WhatIf):
         is_alone: bool,
     ) -> None:
         super().__init__(host, policy)
-        is_auto = policy == AUTO
-        shadows = () if rules.shadow is None else parse_shadows(rules.shadow)
         self.shadows = Shadows(
-            with_candidates(shadows) if is_auto else shadows,
+            parse_shadows(rules.shadow or ""),
             host.num_blocks,
             host.block_size,
             executor,
             is_lazy=rules.mode == "lazy",
         )
-        self._choice = PolicyChoice(self.shadows) if is_auto else None
-        if self._choice is not None:
-            self.policy, self.num_changes = self._choice.policy, 0
         self._rules, self._stats, self._gate = rules, stats, gate
         self._requests, self._is_alone = requests, is_alone
         self._log = OutlookLog(self.outlook)
@@ -118,29 +88,11 @@ class Shadowed(WhatIf):
             speeds,
             self._host.block_size,
             self._is_alone,
-            self.num_changes,
         )
 
     def close(self) -> None:
         """Log the last outlook."""
         self._log.close()
-
-    def num_found_tokens(self) -> int:
-        """Return the hit tokens of all shadows of "auto" so far; 0 without "auto"."""
-        return 0 if self._choice is None else self._choice.count_found()
-
-    def learned(self) -> ReuseTable:
-        """Return the statistics of "hazard", of the serving tier or of its shadow."""
-        if isinstance(self._host.executor.state.policy, HazardState):
-            return super().learned()
-        executor, scale = self.shadows.learned_by("hazard")
-        return scaled(executor.state.policy.reuse, scale)
-
-    def resume(self, learned: ReuseTable) -> None:
-        """Restore statistics of "hazard", in the serving tier and in its shadow."""
-        super().resume(learned)
-        if self._choice is not None:
-            self.shadows.resume("hazard", learned)
 
     def warm_up(self) -> None:
         """Load or compile the code of the shadows."""
@@ -170,6 +122,7 @@ class Shadowed(WhatIf):
             start.keys[0],
             start.request.num_tokens,
             start.now_ms(),
+            start.kind,
             has_lookup=start.num_local is not None,
             has_load=start.has_load,
         )
@@ -215,16 +168,13 @@ class Shadowed(WhatIf):
             self.shadows.recompute(name)
 
     def finished(self, end: End) -> None:
-        """Forget the request; with "auto", change the serving policy if due."""
+        """Forget the request."""
         name = end.request.request_id
         if end.has_begun:
             num_output, now_ms = output_tokens_of(end.request), end.now_ms()
             self.shadows.finish(name, end.keys[0], now_ms, num_output, end.stop)
             self._log.note(now_ms)
         self.shadows.forget(name, is_held=end.has_load)
-        if self._choice is not None and (policy := self._choice.choose()):
-            self._host.change_policy(policy, *self.shadows.learned_by(policy))
-            self.policy, self.num_changes = policy, self._choice.num_changes
 
     def reset(self) -> None:
         """Forget all blocks."""

@@ -10,7 +10,6 @@ from functools import partial
 
 from jaxkv._util import gib, rounded_size
 from jaxkv.policies import policy_names
-from jaxkv.policies.registry import AUTO
 from jaxkv.scheduling.record.record import TraceRecorder
 from jaxkv.tools.console import make_console, print_facts, print_lines
 from jaxkv.tools.demo.records import DemoConfig, DemoRecord
@@ -63,7 +62,7 @@ engine:
 offloading:
   --host-bytes SIZE  host memory for KV
   --mode NAME  eager: store blocks when computed; lazy: just before eviction
-  --policy NAME  eviction policy: {", ".join([*policy_names(), AUTO])}
+  --policy NAME  eviction policy: {", ".join(policy_names())}
       (default: lru)
   --storage URL  folder or URL of a store behind host memory, kept for later runs
   --storage-bytes SIZE  capacity of the store
@@ -81,7 +80,7 @@ examples:
         "--seed": whole_number_from(0),
         "--mode": one_of(("eager", "lazy")),
         "--layers": one_of(("full", "window", "hybrid")),
-        "--policy": one_of([*policy_names(), AUTO]),
+        "--policy": one_of(policy_names()),
     },
     vars(DemoConfig()) | {"policy": DemoConfig.cache_policy},
 )

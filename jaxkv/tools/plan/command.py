@@ -9,7 +9,6 @@ from functools import partial
 
 from jaxkv._util import shown
 from jaxkv.policies import policy_names
-from jaxkv.policies.registry import AUTO
 from jaxkv.tools import files
 from jaxkv.tools.model_config import NAMED_MODELS, check_dtype
 from jaxkv.tools.plan import report, server
@@ -42,7 +41,7 @@ _CAPACITIES = ["1%", "3%", "10%"]
 _SHARES = *(Fraction(quarters, 4) for quarters in range(1, 5)), Fraction(2)
 _NUM_SIZES = 5
 _ALL = "all"
-_POLICIES = *policy_names(), AUTO, OPTIMUM
+_POLICIES = *policy_names(), OPTIMUM
 
 USAGE = Usage(
     "jaxkv plan",
@@ -62,7 +61,7 @@ tiers and policies:
   --host-bytes SIZE,...  the same in bytes (default with a model: {_NUM_SIZES}, doubling
       up to all blocks or this machine's memory)
   --policy NAME,...  {", ".join(_POLICIES)}
-      (default: {_ALL}, which leaves out {AUTO} and {OPTIMUM})
+      (default: {_ALL}, which leaves out {OPTIMUM})
   --device-blocks N  device prefix cache of N blocks, 0 for none (default: the
       recorded, else what weights leave of HBM)
   --device-bytes SIZE  the same in bytes, over all devices (default: as

@@ -112,7 +112,7 @@ class SharedStore:
         # So that making room does not evict what the rest continues.
         pinned = rows[:num][is_there[:num]].astype(np.int64)
         host.pin(pinned)
-        _, placed = BareTier(host).place(lacking)
+        _, placed = BareTier(host).place(lacking, may_decline=False)
         if placed is not None:
             host.complete_step(placed[1].block_ids, 0)
         host.complete_step(pinned, len(pinned))

@@ -23,13 +23,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv.keys.packed import PackedKeys, key_from_int, keys_to_words, words_to_keys
 from jaxkv.policies import PolicyMaker, get_policy_maker
-from jaxkv.policies.registry import AUTO
-from jaxkv.scheduling.whatif.auto import CANDIDATES, PolicyChoice, with_candidates
-from jaxkv.scheduling.whatif.shadows import Shadows
 from jaxkv.tiers.bare import BareTier, Course, select_keys
-from jaxkv.tiers.change_over import change_over
 from jaxkv.tiers.executors import Executor, Step, Words, make_executor
 from jaxkv.tools.replay.admission import (
     Admission,
@@ -46,7 +41,7 @@ from jaxkv.tools.replay.device import (
 )
 from jaxkv.tools.replay.fleet import ONE_ENGINE, Fleet, SharedStore, choose_engines
 from jaxkv.tools.replay.traces import OnCount, Trace, keys_of
-from jaxkv.types import NO_BLOCK, STOPS
+from jaxkv.types import NO_BLOCK
 
 OPTIMUM = "optimum"
 """The name of Belady's rule (`jaxkv.tools.replay.belady`) among the policies."""
@@ -97,10 +92,10 @@ def replay(
 ) -> ReplayResult:
     """Replay a trace against one policy at one capacity, in blocks of each engine.
 
-    `policy` is a registered name, `OPTIMUM`, "auto" or a maker of policies. `device` is
-    what a device in front finds; of several engines, only its size and what takes part
-    count (`fit_device`). `OPTIMUM` may store any block, whatever is `admitted`, and is
-    for one engine without a store.
+    `policy` is a registered name, `OPTIMUM` or a maker of policies. `device` is what a
+    device in front finds; of several engines, only its size and what takes part count
+    (`fit_device`). `OPTIMUM` may store any block, whatever is `admitted`, and is for
+    one engine without a store.
 
     >>> from jaxkv.tools.replay.traces import make_trace
     >>> trace = make_trace("three", [[1, 2], [1, 3], [1, 2]])
@@ -280,19 +275,12 @@ class _Engine:
     """An engine of a replay: its host, and of several its own device and admission."""
 
     def __init__(self, run: _Run, policy: str | PolicyMaker, max_batch: int) -> None:
-        self.run, self.auto = run, None
+        self.run = run
         self.device: DeviceCache | None = None
         self.gate: AskedGate | None = None
-        if policy == AUTO:
-            self.auto = _AutoHost(run.trace, run.num_blocks, max_batch)
-            self.host = self.auto.host
-            return
         make = policy if callable(policy) else get_policy_maker(policy)
         cache = make(run.num_blocks, max_batch)
         self.host = BareTier(make_executor(cache), listens=cache.listens)
-
-    def _keys_of(self, ids: NDArray[np.int32]) -> Words:
-        return keys_of(ids) if self.auto is None else self.auto.keys_of(ids)
 
     def find(self, number: int) -> int:
         """Count what it has of a request's blocks, on the device and then the host."""
@@ -300,7 +288,7 @@ class _Engine:
         num = 0 if self.device is None else self.device.find(number)
         if num == len(ids):
             return num
-        return num + self.host.executor.lookup(self._keys_of(ids[num:]))
+        return num + self.host.executor.lookup(keys_of(ids[num:]))
 
     def fetch(self, request: _Request, store: SharedStore) -> int:
         """Fetch blocks from the store; return how many."""
@@ -311,14 +299,10 @@ class _Engine:
 
     def serve(self, request: _Request) -> _Served:
         """Serve a request."""
-        served = 0, 0, False
-        if len(request.keys):
-            is_alone = self.run.device is None
-            served = (self._serve_alone if is_alone else self._serve_behind)(request)
-        if self.auto is not None:
-            self.auto.note(request)
-            self.host = self.auto.host
-        return served
+        if not len(request.keys):
+            return 0, 0, False
+        is_alone = self.run.device is None
+        return (self._serve_alone if is_alone else self._serve_behind)(request)
 
     def make_request(self, number: int) -> _Request:
         """Make a request of the trace, after its device has served it."""
@@ -337,17 +321,15 @@ class _Engine:
             if self.gate is not None:
                 passes = np.array(self.gate.note(number)[: len(ids)], np.bool_)
             num_keys = min(num_keys, int(run.admitted.limits[number]))
-        keys = self._keys_of(ids)
+        keys = keys_of(ids)
         blocks = num_local, run.findable(number), num_running
         return _Request(number, keys, num_asked, num_keys, passes, *blocks)
 
     def _begin(self, course: Course, request: _Request) -> None:
         trace, at = self.run.trace, request.number
-        keys, num_tokens = (
-            request.keys[: request.num_asked],
-            int(trace.input_tokens[at]),
-        )
-        self.host.begin(course, keys, int(trace.time_ms[at]), num_tokens)
+        keys, kind = request.keys[: request.num_asked], int(trace.kinds[at])
+        begun = int(trace.time_ms[at]), int(trace.input_tokens[at])
+        self.host.begin(course, keys, *begun, None if kind < 0 else kind)
 
     def _finish(self, course: Course, request: _Request) -> None:
         trace, at = self.run.trace, request.number
@@ -415,7 +397,7 @@ def _request_step(executor: Executor, keys: Words, admitted: Words) -> Step:
         _, block_ids = executor.prepare_load(keys[:num_hits])
     if not len(admitted):
         return Step(num_hits, 0, block_ids, keys[:0])
-    stored = executor.prepare_store(admitted)
+    stored = executor.prepare_store(admitted, True)
     if stored is None:
         return Step(num_hits, 0, block_ids, None)
     block_ids = np.concatenate([block_ids, stored.block_ids])
@@ -428,67 +410,12 @@ def _request_step(executor: Executor, keys: Words, admitted: Words) -> Step:
     )
 
 
-class _AutoHost:
-    """A host whose policy shadows choose, which see each request once it was served."""
-
-    def __init__(self, trace: Trace, num_blocks: int, max_batch: int) -> None:
-        self._trace = trace
-        self._shadows = Shadows(with_candidates(()), num_blocks, 1)
-        self._choice = PolicyChoice(self._shadows)
-        self._policies = {
-            name: get_policy_maker(name)(num_blocks, max_batch) for name in CANDIDATES
-        }
-        serving = self._policies[self._choice.policy]
-        # Each call of `note` may replace it.
-        self.host = BareTier(make_executor(serving), listens=True)
-        # Hashes, as an engine's keys are: a sample goes by their bits.
-        keys = list(map(key_from_int, range(trace.num_unique_blocks)))
-        self._words = keys_to_words(keys)
-
-    def keys_of(self, ids: NDArray[np.int32]) -> Words:
-        """Make keys of a trace's blocks (int[n])."""
-        words: Words = self._words[ids]
-        words.flags.writeable = False
-        return words
-
-    def note(self, request: _Request) -> None:
-        """Show a served request to the shadows, and change the policy if due."""
-        shadows, trace, at = self._shadows, self._trace, request.number
-        packed, passes = PackedKeys(words_to_keys(request.keys), request.keys), None
-        asked_keys, num_keys = packed[: request.num_asked], request.num_keys
-        time_ms, num_tokens = int(trace.time_ms[at]), int(trace.input_tokens[at])
-        shadows.look_up("", asked_keys, request.num_local, request.num_findable)
-        begun = num_tokens, time_ms
-        shadows.begin("", asked_keys, *begun, has_lookup=True, has_load=False)
-        first, last = (
-            min(num, num_keys) for num in (request.num_asked, request.num_running)
-        )
-        for end in (*range(first, last + 1), None):
-            num = num_keys if end is None else end
-            if request.passes is not None:
-                passes = request.passes[:num]
-            shadows.offer("", packed, num, (), passes, is_end=end is None)
-        output = int(trace.output_tokens[at])
-        ended = None if output < 0 else output, STOPS[trace.stops[at]]
-        shadows.finish("", packed, time_ms, *ended)
-        shadows.forget("")
-        before = self._policies[self._choice.policy]
-        chosen = self._choice.choose()
-        if chosen is not None:
-            learned, scale = shadows.learned_by(chosen)
-            after = self._policies[chosen]
-            executor = change_over(
-                self.host.executor, before, after, learned=learned, scale=scale
-            )
-            self.host = BareTier(executor, listens=True)
-
-
 def _check_name(policy: str | PolicyMaker, fleet: Fleet) -> str:
     """Return the name of a policy; refuse one that is unknown or not for the fleet."""
     if not isinstance(policy, str):
         return getattr(policy, "__name__", repr(policy)).removeprefix("make_")
     if policy == OPTIMUM and fleet != ONE_ENGINE:
         raise ValueError(f"{OPTIMUM!r} is for one engine without a store.")
-    if policy not in (OPTIMUM, AUTO):
+    if policy != OPTIMUM:
         get_policy_maker(policy)
     return policy

@@ -3,8 +3,8 @@
 Files have one JSON object per line, plain or gzip-compressed. What the first line holds
 decides the format; `_FORMATS` lists those that are read, and `_REFUSED` those that are
 known to lack something. Lengths are in tokens. The output's may be left out, and there
-may be a "stop", "tool_use" or "end_turn". Equal ids are equal blocks after equal
-prefixes.
+may be a "stop", "tool_use" or "end_turn", and a "kind", from 0 to 255. Equal ids are
+equal blocks after equal prefixes.
 
 `TraceRecorder` writes jaxkv's format, with a first line about the file, and fields for
 the blocks that a request's output filled and for its hits when it ran. In shapes, R is
@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from jaxkv._util import shown, shown_name
+from jaxkv.policies.facts import MAX_KIND
 from jaxkv.scheduling.record.record import FORMAT
 from jaxkv.types import KEY_WORDS, STOPS, Stop
 
@@ -39,7 +40,7 @@ BLOCK_SIZE = 512
 _FACTORS = np.arange(1, 2 * KEY_WORDS, 2, dtype=np.uint32) * np.uint32(0x9E3779B1)
 """u32[8]. Odd, so that different ids differ in every word of their keys."""
 
-_STOP = "stop"
+_STOP, _KIND = "stop", "kind"
 # Fields that recorded lines have besides.
 _OUT_IDS, _DEVICE, _HOST = "out_ids", "device", "host"
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -104,6 +105,7 @@ class Trace:
     # i64[R]. How many of each request's blocks, the last ones, it did not ask for, as
     # its output filled them.
     num_output_blocks: NDArray[np.int64]
+    kinds: NDArray[np.int16]  # i16[R]. The kind of each, -1 for none.
     # What a recorded trace says of its run; None for others
     recording: Recording | None = None
 
@@ -164,13 +166,14 @@ def make_trace(
     stops: Iterable[Stop | None] | None = None,
     num_output_blocks: ArrayLike | None = None,
     recording: Recording | None = None,
+    kinds: ArrayLike | None = None,
 ) -> Trace:
     """Make a trace from requests with arbitrary block ids.
 
     Without `input_tokens`, a prompt has one token after its blocks.
 
     Shapes: time_ms: f64[R]; input_tokens: i64[R]; output_tokens: i64[R];
-    num_output_blocks: i64[R].
+    num_output_blocks: i64[R]; kinds: i16[R], -1 for none.
 
     >>> trace = make_trace("two", [[70, 80], [70, 90, 60]])
     >>> trace.ids.tolist(), trace.offsets.tolist()
@@ -206,6 +209,7 @@ def make_trace(
             [STOPS.index(stop) for stop in stops or [None] * len(packed)], np.int8
         ),
         num_output_blocks=output_blocks,
+        kinds=filled(kinds, -1).astype(np.int16),
         recording=recording,
     )
 
@@ -267,6 +271,7 @@ def read_trace(
         [request.stop for request in requests],
         [len(request.out_ids) for request in requests],
         recording,
+        [request.kind for request in requests],
     )
 
 
@@ -367,6 +372,7 @@ class _Request(NamedTuple):
     output_tokens: int
     ids: Sequence[int]
     stop: Stop | None
+    kind: int = -1
     out_ids: Sequence[int] = ()
     device_tokens: int = -1
     host_tokens: int = -1
@@ -560,8 +566,11 @@ def _parse_request(fields: dict[str, Any], form: _Format, block_size: int) -> _R
             f"{_STOP!r} must be 'tool_use' or 'end_turn', not {_show(stop)}"
         )
     time_ms = float(time) * (1000 if form.time_unit == "seconds" else 1)
+    kind = _parse_count(fields, _KIND, "kinds", -1)
+    if kind > MAX_KIND:
+        raise _BadLineError(f"{_KIND!r} must be at most {MAX_KIND}, not {kind}")
     request = _Request(
-        time_ms, input_tokens, output_tokens, _packed(ids[:num_full]), stop
+        time_ms, input_tokens, output_tokens, _packed(ids[:num_full]), stop, kind
     )
     if form is not _JAXKV:
         return request

@@ -15,13 +15,11 @@ from flax import nnx
 
 from jaxkv.policies import policy_names
 from jaxkv.scheduling.protocol import ConnectorOutput
-from jaxkv.scheduling.whatif.auto import PolicyChoice
 from jaxkv.strict import StrictOffloadWorker
 from jaxkv.tools.demo import engine as demo_engine
 from jaxkv.tools.demo.engine import Phase
 from tests.reference.transformer import reference_forward
 from tests.rigs.own_pool import OwnPool
-from tests.rigs.traffic import change_in_turn
 from tests.tools.demo.small_engine import (
     CONFIG,
     MODELS,
@@ -117,12 +115,11 @@ def cases():
     yield "window", 0, {}, 2
     yield "hybrid", HOST_BLOCKS, {}, 3
     yield "hybrid", HOST_BLOCKS, {"mode": "lazy", "cache_policy": "hazard"}, 5
-    yield "full", HOST_BLOCKS, {"cache_policy": "auto", **STORED}, 4
+    yield "full", HOST_BLOCKS, {"cache_policy": "hazard", **STORED}, 4
     long = [(variant, 0, {}) for variant in MODELS]
     for variant, mode in itertools.product(MODELS, ("eager", "lazy")):
         long.append((variant, 3, {"mode": mode}))
-        policies = [*policy_names(), "auto"] if variant == "full" else policy_names()
-        for policy, stored in itertools.product(policies, ({}, STORED)):
+        for policy, stored in itertools.product(policy_names(), ({}, STORED)):
             options = {"mode": mode, "cache_policy": policy} | stored
             long.append((variant, HOST_BLOCKS, options))
     for case, seed in itertools.product(long, range(8)):
@@ -131,9 +128,8 @@ def cases():
 
 @pytest.mark.parametrize(("variant", "host_blocks", "options", "seed"), [*cases()])
 def test_preempted_requests_generate_the_right_tokens(
-    variant, host_blocks, options, seed, tmp_path, monkeypatch
+    variant, host_blocks, options, seed, tmp_path
 ):
-    monkeypatch.setattr(PolicyChoice, "choose", change_in_turn)
     if "storage" in options:
         options = options | {"storage": str(tmp_path)}
     engine = make_engine(variant, num_host_blocks=host_blocks, **options)
@@ -146,8 +142,6 @@ def test_preempted_requests_generate_the_right_tokens(
     assert requests[0].num_preemptions == 0  # no request is older
     assert bool(host_blocks) == (engine.offload is not None)
     assert host_blocks < HOST_BLOCKS or engine.worker.blocks_loaded > 0
-    if options.get("cache_policy") == "auto":
-        assert engine.offload.num_policy_changes > 8
     for request in requests:
         if request.phase is Phase.FINISHED:
             assert len(request.generated) == request.max_new_tokens

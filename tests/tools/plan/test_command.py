@@ -78,7 +78,7 @@ def plan(run_line):
 
 def test_it_prints_draws_and_writes(plan, tmp_path):
     picture, report = tmp_path / "a.svg", tmp_path / "a.html"
-    line = f"synthetic:200 --model {MODEL} --policy lru,slru --host-bytes 2GiB,512MiB"
+    line = f"synthetic:200 --model {MODEL} --policy lru,hazard --host-bytes 2GiB,512MiB"
     figures, out = plan(f"{line} --plot {picture} --html {report}")
     assert picture.read_text().count('class="ring"') == 2  # A chart each.
     assert re.search(
@@ -106,10 +106,10 @@ def test_it_prints_draws_and_writes(plan, tmp_path):
     assert figures["speeds"]["prefill_flops_per_s"]["value"] == 990e12 * 0.4
     rows = {(r["policy"], r["host_bytes"]): r for r in figures["rows"]}
     sizes = 512 << 20, 2 << 30
-    assert list(rows) == [(policy, s) for policy in ("lru", "slru") for s in sizes]
+    assert list(rows) == [(policy, s) for policy in ("lru", "hazard") for s in sizes]
     assert [rows["lru", size]["capacity_blocks"] for size in sizes] == [8, 32]
     chart = out.split("\nTokens found")[1]
-    for policy in ("lru", "slru"):
+    for policy in ("lru", "hazard"):
         (line, *_) = (li for li in chart.splitlines() if li.startswith(f"  {policy} "))
         shares = [100 * rows[policy, size]["found_share"] for size in sizes]
         cells = [cell.rstrip("*") for cell in line.split()[1:]]
@@ -121,13 +121,15 @@ WITHOUT_A_MODEL = "synthetic:60 --policy lru --capacity 20%,100%"
 
 def test_without_a_model_it_counts_what_is_found(run_line, tmp_path):
     picture, page = tmp_path / "a.svg", tmp_path / "a.html"
-    line = f"plan {WITHOUT_A_MODEL} --policy slru,{OPTIMUM} --plot {picture}"
+    line = f"plan {WITHOUT_A_MODEL} --policy hazard,{OPTIMUM} --plot {picture}"
     out, err, figures = run_line(f"{line} --html {page}")
     assert err == "replaying, 6 runs ... 25% 50% 75% 100%\n"
     unique, trace = figures["trace"]["num_unique_blocks"], make_synthetic_trace(60)
     rows = {(r["policy"], r["capacity_blocks"]): r for r in figures["rows"]}
     sizes = unique // 5, unique
-    assert list(rows) == [(p, size) for p in ("lru", "slru", OPTIMUM) for size in sizes]
+    assert list(rows) == [
+        (p, size) for p in ("lru", "hazard", OPTIMUM) for size in sizes
+    ]
     for (policy, size), row in rows.items():
         result = replay(policy, trace, size)
         for name in ("num_hit_blocks", "hit_tokens", "num_refused", "block_hit_ratio"):
@@ -162,14 +164,11 @@ def test_policies_and_capacities_may_be_chosen(run_line):
     assert re.search(r"sizes below \d+ blocks hold only part of the largest req", out)
     names = list(dict.fromkeys(row["policy"] for row in figures["rows"]))
     assert names == policy_names()
-    refused = [row["num_refused"] for row in figures["rows"] if row["policy"] == "arc"]
-    _, _, table = out.partition("Stores refused")
-    assert table.split()[:4] == ["arc", *map(str, refused)]
     line = "plan synthetic:60 --capacity 30 --capacity 20,30"
-    out, _, figures = run_line(f"{line} --policy slru,all")
+    out, _, figures = run_line(f"{line} --policy hazard,all")
     assert out.split("Host memory, blocks")[1].split()[:2] == ["20", "30"]
     names = list(dict.fromkeys(row["policy"] for row in figures["rows"]))
-    assert names == ["slru", *(name for name in policy_names() if name != "slru")]
+    assert names == ["hazard", *(name for name in policy_names() if name != "hazard")]
     # With a model, too, and in bytes.
     line = f"plan synthetic:60 --policy lru --model {MODEL}"
     for size in ("--capacity 20,30", "--host-bytes 1280MiB,1920MiB"):
@@ -584,7 +583,7 @@ def test_figures_per_second_need_times(plan, tmp_path):
 
 def test_many_sizes_are_shown_below_one_another(plan):
     sizes = ",".join(f"{1024 * n + 13}MiB" for n in range(1, 9))
-    options = f"--model {MODEL} --policy arc_fixed --host-bytes {sizes}"
+    options = f"--model {MODEL} --policy hazard --host-bytes {sizes}"
     figures, out = plan(f"synthetic:60 {options}")
     assert out.count("Host memory") == 2
     assert len(figures["rows"]) == 8

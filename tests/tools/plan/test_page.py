@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxkv._util import time_text
-from jaxkv.policies import make_hazard, make_slru, policy_names
+from jaxkv.policies import make_hazard, make_lru, policy_names
 from jaxkv.scheduling.whatif.speeds import Speeds
 from jaxkv.tools.pictures import spread
 from jaxkv.tools.plan.model_costs import find_model_costs
@@ -32,8 +32,16 @@ def make_hazard_flops(num_blocks, max_batch):
     return make_hazard(num_blocks, max_batch, objective="flops")
 
 
-def make_slru_again(num_blocks, max_batch):
-    return make_slru(num_blocks, max_batch)
+def make_first(num_blocks, max_batch):
+    return make_lru(num_blocks, max_batch)
+
+
+def make_second(num_blocks, max_batch):
+    return make_lru(num_blocks, max_batch)
+
+
+def make_third(num_blocks, max_batch):
+    return make_lru(num_blocks, max_batch)
 
 
 def plan_of(trace, policies, capacities, device_blocks=None, timing=None):
@@ -48,8 +56,8 @@ def made():
     """A plan of seven policies and the optimum, behind a device, with a model."""
     trace = make_synthetic_trace(300, seed=4, max_open=40)
     unique = trace.num_unique_blocks
-    assert len(policy_names()) >= 5
-    policies = [*policy_names()[:5], make_hazard_flops, make_slru_again, OPTIMUM]
+    made = make_hazard_flops, make_first, make_second, make_third
+    policies = [*policy_names()[:3], *made, OPTIMUM]
     capacities = [unique * percent // 100 for percent in (1, 3, 5, 10, 30)]
     speeds = Speeds(64e9, 64e9, 1e-3, prefill_flops_per_s=4e14)
     sources = dict.fromkeys(vars(speeds), "given")

@@ -118,7 +118,7 @@ def test_rows_are_those_of_plain_python(by_flops, device_blocks, num_devices):
     speeds = Speeds(
         load_bytes_per_s=3e5,
         store_bytes_per_s=1e6,
-        load_latency_s=0.004,
+        load_latency_s=0.02,
         prefill_tokens_per_s=None if by_flops else 1500.0,
         prefill_flops_per_s=5e8 if by_flops else None,
     )

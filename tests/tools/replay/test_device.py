@@ -9,15 +9,12 @@ import pytest
 from jaxkv.keys.packed import words_to_keys
 from jaxkv.policies import policy_names
 from jaxkv.scheduling.protocol import TierReport
-from jaxkv.scheduling.stores import StorePause
-from jaxkv.scheduling.whatif import auto
 from jaxkv.tools.replay.device import find_on_device
 from jaxkv.tools.replay.run import OPTIMUM, replay, sweep
 from jaxkv.tools.replay.synthetic import make_synthetic_trace
 from jaxkv.tools.replay.traces import keys_of, make_trace
 from jaxkv.types import STOPS
 from tests.rigs.offload_rig import FakeRequest, Rig
-from tests.rigs.traffic import auto_at_once
 
 SIZE = 16
 
@@ -110,13 +107,9 @@ def make_mixed_trace(seed):
     )
 
 
-@pytest.mark.parametrize("policy", [*policy_names(), "auto"])
-def test_every_request_finds_what_it_finds_in_a_real_engine(policy, monkeypatch):
-    if policy == "auto":  # It changes the policy early; no replay pauses stores.
-        for name, value in auto_at_once().items():
-            monkeypatch.setattr(auto, name, value)
-        monkeypatch.setattr(StorePause, "skips", lambda *_: False)
-    totals, num_changes = np.zeros(3, np.int64), 0
+@pytest.mark.parametrize("policy", policy_names())
+def test_every_request_finds_what_it_finds_in_a_real_engine(policy):
+    totals = np.zeros(3, np.int64)
     for seed, (device_blocks, capacity) in enumerate([(64, 400), (25, 60), (90, 30)]):
         trace = make_mixed_trace(seed)
         engine = Engine(trace, policy, capacity, device_blocks)
@@ -133,9 +126,7 @@ def test_every_request_finds_what_it_finds_in_a_real_engine(policy, monkeypatch)
         assert result.num_refused == num_refused
         assert result.stores_by_request.sum() == engine.scheduler.stats.num_stored
         totals += (local.sum(), host.sum(), num_refused)
-        num_changes += engine.scheduler.num_policy_changes or 0
     assert totals.all(), "each kind must have come up"
-    assert num_changes > 2 or policy != "auto"
 
 
 def test_the_device_keeps_what_was_used_last_and_of_that_the_head():

@@ -192,7 +192,7 @@ def test_blocks_that_an_output_filled_are_stored_and_not_asked_for():
     turns = [[1, 2, 3], [1, 2, 3, 4], [5], [1, 2, 3, 4]]
     trace = make_trace("turns", turns, num_output_blocks=[1, 0, 1, 0])
     assert trace.num_block_refs == 10
-    for policy in ("lru", "arc", "slru", "hazard", "optimum"):
+    for policy in ("lru", "arc", "hazard", "optimum"):
         result = replay(policy, trace, 5)
         assert result.hits_by_request.tolist() == [0, 3, 0, 4], policy
         assert result.num_block_refs == 10
@@ -257,7 +257,6 @@ SIZES = ((14, 16), (16, 24), (12, 40))  # Blocks on the device and on the host.
 
 ADMISSIONS = (
     ("lru", Admission()),
-    ("slru", Admission()),
     ("arc", Admission()),
     ("lru", Admission(store_threshold=2)),
     ("lru", Admission(store_threshold=3, max_offload_tokens=6 * BLOCK_SIZE - 1)),

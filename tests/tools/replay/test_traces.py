@@ -56,7 +56,7 @@ def test_fields_lines_and_requests_may_be_left_out_or_empty(tmp_path):
     path.write_text(
         '\n{"t": 0, "in": 9, "out": 1, "ids": []}\n\n'
         '{"t": 0, "in": 512, "ids": [3]}\n'
-        '{"t": 1, "in": 512, "out": 7, "ids": [3], "stop": "tool_use"}\n'
+        '{"t": 1, "in": 512, "out": 7, "ids": [3], "stop": "tool_use", "kind": 255}\n'
         '{"t": 2, "in": 512, "out": 0, "ids": [3], "stop": "end_turn"}\n'
     )
     trace = read_trace(path)
@@ -64,6 +64,7 @@ def test_fields_lines_and_requests_may_be_left_out_or_empty(tmp_path):
     assert trace.output_tokens.tolist() == [1, -1, 7, 0]
     stops = [STOPS[stop] for stop in trace.stops]
     assert stops == [None, None, "tool_use", "end_turn"]
+    assert trace.kinds.tolist() == [-1, -1, 255, -1]
     line = '{"t": 0, "in": 50, "out": 1, "ids": [1, 2, 3]}\n'
     path.write_text(line, encoding="utf-8-sig")  # A byte order mark is fine.
     assert read_trace(path, block_size=16).num_block_refs == 3
@@ -152,6 +153,8 @@ BAD_LINES = (
     ("[" * 100_000, "is not JSON (maximum recursion"),
     ('{"t": 1, "out": 9, "ids": []}', "'in' is missing"),
     ({"stop": "eos"}, "'stop' must be 'tool_use' or 'end_turn', not \"eos\""),
+    ({"kind": 256}, "'kind' must be at most 255, not 256"),
+    ({"kind": "a"}, "'kind' must be a number of kinds from 0"),
     ({"t": -1}, "from 0 to 9007199254740991, not -1"),
     ({"in": 9.5}, "from 0 to 1073741824, not 9.5"),
     ({"in": True}, "from 0 to 1073741824, not true"),
