@@ -633,12 +633,22 @@ class Boundary:
         size = self._first_size(fetch)
         if fetch.is_awaited and not self.tier.has_room(fetch.keys[:size]):
             return False
-        for num in self._fetch_sizes(size):
-            keys = fetch.keys[:num]
-            if self.upper.has_room(self._not_in_flight(keys), fetch.upper_rows):
-                is_in_flight = any(key in self.fetch_of for key in keys)
-                return is_in_flight or not bool(self.upper.contains(keys).all())
+        for start in range(0, len(fetch.keys), size):
+            window = fetch.keys[start : start + size]
+            if not self._is_there(window):
+                break  # Blocks before it have arrived, or are being stored.
+        else:
+            return False
+        for num in self._fetch_sizes(len(window)):
+            if self.upper.has_room(self._not_in_flight(window[:num]), fetch.upper_rows):
+                return not self._is_there(window[:num])
         return False
+
+    def _is_there(self, keys: Sequence[BlockKey]) -> bool:
+        """Whether no block has to be fetched, or is being fetched."""
+        if any(key in self.fetch_of for key in keys):
+            return False
+        return bool(self.upper.contains(keys).all())
 
     def _fetch_sizes(self, num: int) -> Iterator[int]:
         """Yield the sizes to try: `num` blocks, then half and so on if truncatable."""

@@ -156,6 +156,24 @@ def test_walks_take_at_least_95_of_100_branches_of_the_files_that_decide():
     assert sum(file.num_taken for file in files) >= 0.95 * num
 
 
+def test_a_block_that_others_store_is_void_once_its_request_overwrites_it():
+    actions = [
+        *(("admit", "r0"), ("step", "r0"), ("admit", "r1"), ("step", "r1")),
+        *(("preempt", "r1"), ("back", "r0"), ("step", "r0"), ("land", 0)),
+    ]
+    assert search.what_goes_wrong(WORLDS["overwritten"], actions) == (None, 8)
+
+
+def test_explain_looks_past_a_window_whose_blocks_are_being_stored():
+    actions = [
+        *(("list",), ("admit", "r1"), ("admit", "r0"), ("step",), ("land", 1)),
+        *(("land", 0), ("admit", "r1"), ("step",), ("fail", 0), ("admit", "r0")),
+        *(("step", "r1"), ("land", 0), ("step", "r1"), ("fail", 0), ("finish", "r1")),
+        *(("admit", "r0"), ("gap",), ("preempt", "r0"), ("admit", "r0")),
+    ]
+    assert search.what_goes_wrong(WORLDS["hybrid, asked"], actions) == (None, 19)
+
+
 def test_a_probe_that_ends_after_the_store_was_left_is_ignored():
     """It takes three rare actions in a row, which the walks above do not."""
     actions = ("admit", "r0"), ("step",), ("leave",), ("land", 0)
