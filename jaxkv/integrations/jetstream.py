@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from jaxkv import Extras, Namespace
 from jaxkv._util import Resource, check_whole, shown
-from jaxkv.integrations.prefix_layout import arrays_of, describe, leaf_paths
+from jaxkv.integrations.prefix_layout import describe, leaf_paths
 from jaxkv.integrations.prefix_store import PrefixStore, StoreKeys
 from jaxkv.types import PyTree
 
@@ -226,7 +226,12 @@ class PrefixCache(Resource):
                 f"with the key, {shown(key)}."
             )
         check_whole(0, true_length=value.true_length)
-        arrays = arrays_of("the prefix", value.prefix, self._treedef)
+        arrays: list[Any]
+        arrays, treedef = jax.tree.flatten(value.prefix)
+        if treedef != self._treedef:  # type: ignore[operator]
+            raise ValueError(
+                f"the prefix must have the structure {self._treedef}, not {treedef}."
+            )
         kv: dict[str, jax.Array] = {}
         flags: list[tuple[str, jax.Array]] = []
         for (path, leaf), array in zip(self._leaves.items(), arrays, strict=True):

@@ -124,7 +124,7 @@ def check_at_rest(store):
     snapshot = store._index.snapshot()
     assert set(snapshot.ref_cnt.values()) <= {0}
     assert store.held_bytes == len(snapshot.ref_cnt) * store.block_bytes
-    engine = store._copier.engine
+    engine = store._engine
     assert engine.num_in_flight == engine._table.num_pins == 0
     stats = store.stats
     dropped = stats.num_dropped_full, stats.num_dropped_failed, stats.num_dropped_reset
@@ -254,7 +254,7 @@ def blocked_thread(store):
         begun.set()
         assert go_on.wait(60)
 
-    waiting = store._copier.run(wait)
+    waiting = store._executor.submit(wait)
     assert begun.wait(60)
     try:
         yield
@@ -453,18 +453,14 @@ def test_a_clear_between_the_keys_of_a_call_and_its_effect_is_noticed(
 def test_a_clear_after_the_bytes_of_a_load_arrived_makes_it_a_miss(make, monkeypatch):
     store = make()
     keep(store, P)
-    load = store._copier.load
+    drain = store._engine.drain
 
-    class Loading:
-        def __init__(self, *arguments):
-            self.future = load(*arguments)
+    def drain_and_clear(pool):
+        ended = drain(pool)
+        store.clear()
+        return ended
 
-        def result(self):
-            pool = self.future.result()
-            store.clear()
-            return pool
-
-    monkeypatch.setattr(store._copier, "load", Loading)
+    monkeypatch.setattr(store._engine, "drain", drain_and_clear)
     assert store.load(P) is None
     assert (store.stats.num_host_hit_tokens, store.stats.num_loads_failed) == (0, 0)
     check_at_rest(store)
@@ -536,7 +532,7 @@ def test_a_failed_load_is_a_miss_and_discards_its_blocks(make, mode, monkeypatch
         raise jax.errors.JaxRuntimeError("a fault of the device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store._copier.engine._copier, "load_program", fails)
+        patch.setattr(store._engine._copier, "load_program", fails)
         assert store.load(PROMPT) is None
     assert (store.stats.num_loads_failed, store.stats.num_host_hit_tokens) == (1, 0)
     assert not store.contains(PROMPT)
@@ -552,7 +548,7 @@ def test_a_bug_in_the_thread_is_raised_by_the_next_call(make, monkeypatch):
     def fails(*args):
         raise KeyError("a mistake in the code")
 
-    monkeypatch.setattr(store._copier.engine, "save", fails)
+    monkeypatch.setattr(store._engine, "save", fails)
     save(store, list(range(8)))
     with pytest.raises(RuntimeError, match="thread failed") as raised:
         store.flush()
