@@ -199,8 +199,7 @@ class MaxTextOffload(Resource):
             epoch: The epoch of the parameters that computed it.
 
         Returns:
-            The number of tokens, from the first on, that are held or in flight; 0 if
-            `store.clear` has ended the epoch.
+            As for `PrefixStore.save`.
 
         Raises:
             ValueError: The prefix is not of this engine, or has fewer tokens.
@@ -234,8 +233,7 @@ class MaxTextOffload(Resource):
             epoch: The epoch of the parameters that computed its prompt.
 
         Returns:
-            The number of tokens, from the first on, that are held or in flight; 0 if
-            `store.clear` has ended the epoch.
+            As for `PrefixStore.save`.
 
         Raises:
             ValueError: There is no such slot or no token, or the model has attention

@@ -154,11 +154,6 @@ def _one_slot(array: jax.Array, slot: int) -> jax.Array:
 def _fault(path: str, layer: Mapping[str, Any]) -> str | None:
     """Return why a layer cannot be served, or None."""
     names = sorted(layer)
-    if any(name.endswith("_scale") for name in names):
-        return (
-            "holds quantised KV, which MaxText cannot resume from: set "
-            "quantize_kvcache=False"
-        )
     if any(name.startswith(("key_pages", "value_pages")) for name in names):
         return "holds pages, which MaxText cannot resume from: set attention otherwise"
     if (PREFILL[0] in layer and SEGMENTS not in layer) or "conv_state" in layer:

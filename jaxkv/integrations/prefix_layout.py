@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -176,27 +176,25 @@ class PrefixLayout:
 
 def leaf_paths(tree: PyTree) -> list[tuple[str, Any]]:
     """Return the leaves of a pytree with their paths, joined by slashes."""
-    return [(_text(path), leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
+    return [
+        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    ]
 
 
 def describe(tree: PyTree) -> PyTree:
     """Return the shapes and shardings of arrays, or of their shapes."""
-    return jax.tree.map_with_path(_describe, tree)
-
-
-def _describe(path: Sequence[Any], leaf: Any) -> jax.ShapeDtypeStruct:
-    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-        raise TypeError(
-            f"{_text(path)!r} must be a jax.Array or a jax.ShapeDtypeStruct, not "
-            f"{type(leaf)}."
-        )
     default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return memory.array_spec(leaf.shape, leaf.dtype, leaf.sharding or default)
-
-
-def _text(path: Sequence[Any]) -> str:
-    text: str = jax.tree_util.keystr(tuple(path), simple=True, separator="/")
-    return text
+    specs = []
+    for path, leaf in leaf_paths(tree):
+        if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"{path!r} must be a jax.Array or a jax.ShapeDtypeStruct, not "
+                f"{type(leaf)}."
+            )
+        sharding = leaf.sharding or default
+        specs.append(memory.array_spec(leaf.shape, leaf.dtype, sharding))
+    return jax.tree.unflatten(jax.tree.structure(tree), specs)
 
 
 def _resized(array: jax.Array, axis: int, length: int) -> jax.Array:

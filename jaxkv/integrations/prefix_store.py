@@ -248,7 +248,7 @@ class PrefixStore(Resource):
 
     def contains(self, tokens: TokenIds, extras: Extras = NO_EXTRAS) -> bool:
         """Whether all full blocks of a prompt, at least one, are on the host."""
-        _, keys = self._keys(tokens, extras)
+        _, keys = self._keys(tokens, extras, self._epoch)
         with self._lock:
             self._check()
             return bool(keys) and len(self._readable(keys)) == len(keys)
@@ -286,8 +286,7 @@ class PrefixStore(Resource):
         check_whole(0, min_tokens=min_tokens)
         check_whole(1, self.max_tokens, length=length)
         length = operator.index(length)
-        current, keys = self._keys(tokens, extras)
-        epoch = epoch_of(epoch, current)
+        epoch, keys = self._keys(tokens, extras, epoch)
         keys = keys[: length // self.block_size]
         num_found, pool = _run_uninterrupted(
             lambda: self._load(epoch, keys, len(tokens), min_tokens)
@@ -334,8 +333,7 @@ class PrefixStore(Resource):
         """
         if only_if is not None and not callable(only_if):
             raise TypeError(f"only_if={shown(only_if)} must be a function, or None.")
-        current, keys = self._keys(tokens, extras)
-        epoch = epoch_of(epoch, current)
+        epoch, keys = self._keys(tokens, extras, epoch)
         leaves, length = self._layout.check(kv)
         num_tokens = len(tokens) if num_tokens is None else num_tokens
         check_whole(0, min(length, len(tokens)), num_tokens=num_tokens)
@@ -405,12 +403,14 @@ class PrefixStore(Resource):
         if self._recorder is not None:
             self._recorder.close()
 
-    def _keys(self, tokens: TokenIds, extras: Extras) -> tuple[int, list[BlockKey]]:
-        """Return the current epoch, and the keys of a prompt in it."""
+    def _keys(
+        self, tokens: TokenIds, extras: Extras, epoch: int | None
+    ) -> tuple[int, list[BlockKey]]:
+        """Return the epoch of a call, and a prompt's keys in the current epoch."""
         with self._lock:
             self._check()
-            current, namespace = self._epoch, self._namespace
-        return current, KeyChain(namespace, extras).extend(tokens)
+            epoch, namespace = epoch_of(epoch, self._epoch), self._namespace
+        return epoch, KeyChain(namespace, extras).extend(tokens)
 
     def _readable(self, keys: list[BlockKey]) -> NDArray[np.int64]:
         """Return the blocks of the longest prefix on the host. Needs the lock."""
@@ -490,12 +490,9 @@ class PrefixStore(Resource):
                 future.set_exception(error)
 
         tasks.append(run)
-        self._executor.submit(self._run_next)
+        # Once per task, each time for the most urgent one.
+        self._executor.submit(lambda: (self._loads or self._saves).popleft()())
         return future
-
-    def _run_next(self) -> None:
-        # Called once per task, each time for the most urgent one.
-        (self._loads or self._saves).popleft()()
 
     def _copy_from_host(
         self, epoch: int, keys: list[BlockKey], block_ids: NDArray[np.int64]
@@ -531,7 +528,13 @@ class PrefixStore(Resource):
         rows = range(len(keys)) if placement.rows is None else placement.rows
 
         def issue() -> list[jax.Array] | None:
-            if not _answer(only_if):
+            try:
+                if only_if is not None and not only_if():
+                    return None
+            except TRANSFER_ERRORS:
+                raise
+            except Exception:
+                _log.exception("only_if of a save raised an error; nothing is kept.")
                 return None
             self._engine.save(blocks, rows, placement.block_ids)
             return blocks
@@ -602,17 +605,3 @@ def _run_uninterrupted(task: Callable[[], T]) -> T:
     if error is not None:
         raise error
     return result  # type: ignore[no-any-return]
-
-
-def _answer(only_if: Callable[[], bool] | None) -> bool:
-    """Whether a save may go on; False if the caller's function fails.
-
-    An error of the device passes, as for a transfer.
-    """
-    try:
-        return only_if is None or bool(only_if())
-    except TRANSFER_ERRORS:
-        raise
-    except Exception:
-        _log.exception("only_if of a save raised an error; nothing is kept of it.")
-        return False

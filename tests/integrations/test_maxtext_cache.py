@@ -121,7 +121,7 @@ def change(cache, **leaves):
 
 
 CHANGES = [
-    ({"cached_prefill_key_scale": (2, LENGTH, HEADS, 1, 1)}, "holds quantised KV"),
+    ({"key_scale": (2, LENGTH, HEADS, 1, 1)}, r"jaxkv does not know \['key_scale'\]"),
     (
         {"cache_prefill_segment_id": None, "cached_prefill_key": (1, HEADS, 4, 4)},
         "holds the state of a linear-attention layer",
@@ -129,7 +129,6 @@ CHANGES = [
     ({"conv_state": (1, 3, 4)}, "holds the state of a linear-attention layer"),
     ({"cached_prefill_value": (5, LENGTH, HEADS, 1, 3)}, "latent attention"),
     ({"key_pages": (2, 4, 8, 4)}, "holds pages"),
-    ({"entry_count": (1, 1)}, r"jaxkv does not know \['entry_count'\]"),
     (
         {
             "cached_prefill_key": (5, 1, LENGTH, HEADS, DIM),

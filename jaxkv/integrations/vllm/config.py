@@ -24,7 +24,7 @@ from jaxkv import (
     register_policy,
 )
 from jaxkv._util import did_you_mean, settings, shown
-from jaxkv._util.settings import Fault, Settings
+from jaxkv._util.settings import Settings
 from jaxkv.config import KEYS, blank_secret_faults, variable_of
 from jaxkv.integrations.vllm import namespace, tokens
 from jaxkv.integrations.vllm.hosts import num_hosts
@@ -160,25 +160,9 @@ class VllmSettings(Settings):
         "Add what a request found in each tier to the `kv_transfer_params` of its "
         "[response](#log-and-metrics).",
     )
-    lazy_offload: bool = settings.flag(
-        False,
-        "scheduler",
-        "`true` is refused: vLLM's block pool cannot pin a block in place.",
-    )
-
-    def _contradictions(self) -> Iterator[Fault]:
-        if self.lazy_offload:
-            yield Fault(
-                "{lazy_offload}=true is not supported: vLLM's block pool evicts a "
-                "block last once its store has ended, so the blocks evicted next "
-                "would be those that were not stored."
-            )
 
 
 _VLLM_KEYS = settings.keys_of(VllmSettings)
-
-EXTRA_KEYS = (*FIELDS, *_VLLM_KEYS)
-"""All keys of ``kv_connector_extra_config``."""
 
 
 def table_of_keys() -> str:
@@ -192,11 +176,6 @@ def table_of_keys() -> str:
     defaults = dataclasses.asdict(VllmSettings())
     rows |= {name: (key, defaults[name], "") for name, key in _VLLM_KEYS.items()}
     return settings.table_of(rows, has_scope=False)
-
-
-def names_of_shared_keys() -> list[str]:
-    """Return the keys that are served as docs/configuration.md describes them."""
-    return [name for name in FIELDS if name not in _RENAMED and name not in _TEXTS]
 
 
 @contextlib.contextmanager
@@ -319,10 +298,10 @@ class ConnectorConfig:
         num_host_blocks = _num_host_blocks(offload, host_block_bytes, num_ranks)
         events = getattr(vllm_config, "kv_events_config", None)
         cache_config = vllm_config.cache_config
-        layers = (
+        layers = [
             tuple(getattr(group, "layer_names", ()))
             for group in kv_cache_config.kv_cache_groups
-        )
+        ]
         return cls(
             groups,
             offload,
@@ -349,11 +328,12 @@ class ConnectorConfig:
 
 def read_extra_config(extra: Mapping[str, Any]) -> tuple[OffloadConfig, VllmSettings]:
     """Read ``kv_connector_extra_config``; ValueError for a bad key or value."""
+    valid = (*FIELDS, *_VLLM_KEYS)
     for name in extra:
-        if name not in EXTRA_KEYS:
+        if name not in valid:
             raise ValueError(
                 f"kv_connector_extra_config has no key {shown(name)}: "
-                f"{did_you_mean(str(name), EXTRA_KEYS)}."
+                f"{did_you_mean(str(name), valid)}."
             )
     alone = [name for name in extra if name.startswith(("storage_", "max_storage"))]
     if alone and extra.get("storage") is None:
