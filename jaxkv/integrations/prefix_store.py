@@ -500,8 +500,7 @@ class PrefixStore(Resource):
         """Load held blocks, in order, into a new pool; None if they did not arrive."""
         rows = range(len(block_ids))
         pool = self._transfer(
-            epoch,
-            lambda: self._engine.load(self._layout.new_pool(), block_ids, rows)[0],
+            lambda: self._engine.load(self._layout.new_pool(), block_ids, rows)[0]
         )
         with self._lock:
             if epoch != self._epoch:
@@ -539,18 +538,18 @@ class PrefixStore(Resource):
             self._engine.save(blocks, rows, placement.block_ids)
             return blocks
 
-        ok = self._transfer(epoch, issue) is not None
+        ok = self._transfer(issue) is not None
         self._end_save(epoch, keys, placement, ok)
 
     def _transfer(
-        self, epoch: int, issue: Callable[[], list[jax.Array] | None]
+        self, issue: Callable[[], list[jax.Array] | None]
     ) -> list[jax.Array] | None:
         """Issue a transfer of a pool, and wait for it; None if its bytes do not arrive.
 
-        It is not issued if its epoch has ended.
+        If its epoch has ended, what it moves is not used.
         """
         try:
-            if epoch == self._epoch and (pool := issue()) is not None:
+            if (pool := issue()) is not None:
                 pool, [done] = self._engine.drain(pool)
                 return pool if done.error is None else None
         except TRANSFER_ERRORS:

@@ -295,20 +295,6 @@ def test_a_save_that_only_if_refuses_costs_no_other(make, caplog):
     check_at_rest(store)
 
 
-def test_a_waiting_save_that_is_cleared_is_not_found(make):
-    store = make()
-    with blocked_thread(store):
-        # The fault would be bytes of another prompt under these keys.
-        store.save(PROMPT, to_device(known_kv(OTHER, LENGTH)))
-        store.clear()
-        assert save(store, PROMPT[:12], only_if=lambda: False) == 12
-        save(store, OTHER)
-    assert not store.contains(PROMPT[:4])
-    check_hit(store.load(OTHER, epoch=1), OTHER)
-    assert store.stats.num_stored == 7
-    check_at_rest(store)
-
-
 def test_a_save_cleared_in_flight_is_not_found(make):
     store = make()
 
@@ -479,18 +465,24 @@ def test_a_save_that_waits_for_others_ends_with_its_epoch(make):
     assert store.held_bytes == 0
 
 
-def test_a_cleared_load_is_a_miss(make):
-    store = make()
-    keep(store, PROMPT)
+def test_a_load_is_copied_before_the_saves_that_wait(make, monkeypatch):
+    store, order = make(), []
+    keep(store, P)
+
+    def recorded(name, copy):
+        return lambda *args: order.append(name) or copy(*args)
+
+    for name in ("save", "load"):
+        copy = recorded(name, getattr(store._engine, name))
+        monkeypatch.setattr(store._engine, name, copy)
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         with blocked_thread(store):
-            loading = thread.submit(store.load, PROMPT)
-            wait_for(lambda: store.stats.num_host_query_tokens)
-            store.clear()
-            save(store, [*range(90, 120)])
-        assert loading.result() is None
-    assert (store.stats.num_loads_failed, store.stats.num_host_hit_tokens) == (0, 0)
-    check_at_rest(store)
+            save(store, OTHER)
+            save(store, Q)
+            loading = thread.submit(store.load, P)
+            wait_for(lambda: store._loads)
+        check_hit(loading.result(), P)
+    assert order == ["load", "save", "save"]
 
 
 def test_blocks_that_are_being_loaded_are_not_evicted(make):
@@ -521,6 +513,21 @@ def test_failed_kv_is_never_found(make, mode):
     check_at_rest(store)
     assert keep(store, PROMPT) == 28
     check_hit(store.load(PROMPT), PROMPT)
+
+
+def test_a_save_that_cannot_copy_its_kv_raises_and_holds_nothing(make, monkeypatch):
+    store = make()
+
+    def fails(*args):
+        raise jax.errors.JaxRuntimeError("out of the device's memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(store._layout), "cut", fails)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="out of the device's"):
+            save(store, P)
+    store.flush()
+    assert (store.load(P), store.stats.num_dropped_failed) == (None, 2)
+    check_at_rest(store)
 
 
 @modes
