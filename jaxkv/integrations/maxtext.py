@@ -50,9 +50,9 @@ class MaxTextOffload(Resource):
     * `save_slot` when a request ends, before its slot is reused.
 
     The saves do not wait for the device. Any thread may call. `tokens` are int[n],
-    `extras` the adapter and salt that their KV depends on, and `epoch` is that of the
-    parameters that compute it, as for `PrefixStore`: after the first `store.clear`,
-    each call without it raises ValueError.
+    `extras` the adapter and salt that their KV depends on, and `epoch` says which
+    parameters compute it, as for `PrefixStore`: after the first `store.clear`, each
+    call without it raises ValueError.
 
     Attributes:
         store: The blocks, their counters, `epoch`, `flush` and `clear`.
