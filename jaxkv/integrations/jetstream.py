@@ -10,19 +10,23 @@ from __future__ import annotations
 import collections
 import dataclasses
 import fnmatch
+import functools
 import logging
 import threading
-from collections.abc import Mapping
-from typing import Any, TypeAlias, Unpack
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
 
 from jaxkv import Extras, Namespace
 from jaxkv._util import Resource, check_whole, shown
-from jaxkv.integrations.prefix_layout import arrays_of, describe, leaf_paths
+from jaxkv.integrations.prefix_layout import describe, leaf_paths
 from jaxkv.integrations.prefix_store import PrefixStore, StoreKeys
 from jaxkv.types import PyTree
+
+T = TypeVar("T")
 
 Key: TypeAlias = tuple[int, ...]
 """The tokens of a prompt, from the first on."""
@@ -72,25 +76,6 @@ class PrefixCache(Resource):
     Attributes:
         store: The blocks, their counters, `flush` and `clear`. The driver passes no
             epoch: after ``store.clear()``, it finds and keeps nothing.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> engine_cache = {"key": jnp.ones((1, 16, 2)), "index": jnp.zeros((1,))}
-        >>> cache = PrefixCache(
-        ...     engine_cache,
-        ...     block_size=4,
-        ...     num_host_blocks=64,
-        ...     extras=Extras(),
-        ...     sequence_axes={"key": 1, "index": None},
-        ... )
-        >>> tokens = (5, 6, 7, 8, 9, 10, 11, 12)
-        >>> value = PrefixValue(engine_cache, tokens, 8, 16, 136, None)
-        >>> cache.save(tokens, value), cache.store.flush()
-        (True, None)
-        >>> found = cache.load((5, 6, 7, 8, 0, 0), min_common_prefix_key_length=4)
-        >>> found.tokens, float(found.prefix["key"].sum())
-        ((5, 6, 7, 8), 8.0)
-        >>> cache.close()
     """
 
     def __init__(
@@ -130,7 +115,8 @@ class PrefixCache(Resource):
         self._leaves = dict(leaf_paths(described))
         if len(self._leaves) != len(jax.tree.leaves(described)):
             raise ValueError("two leaves of the cache have the same path; rename one.")
-        _check_rules(sequence_axes)
+        if not isinstance(sequence_axes, Mapping):
+            raise TypeError(f"sequence_axes={shown(sequence_axes)} {_RULES}.")
         axes = {
             path: _find_axis(path, leaf, sequence_axes)
             for path, leaf in self._leaves.items()
@@ -161,11 +147,8 @@ class PrefixCache(Resource):
 
     def contains(self, key: Key) -> bool:
         """Whether all full blocks of a prompt, at least one, are on the host."""
-        try:
-            return self.store.contains(key, self._extras)
-        except Exception as error:
-            self._record_error("contains", error)
-            return False
+        contains = functools.partial(self.store.contains, key, self._extras)
+        return self._attempt("contains", contains) or False
 
     def load(
         self,
@@ -184,14 +167,10 @@ class PrefixCache(Resource):
         Returns:
             The prefix; None if nothing was found or the load failed.
         """
-        try:
-            min_tokens = min_common_prefix_key_length
-            min_tokens = 0 if min_tokens is None else min_tokens
-            hit = self.store.load(key, self._extras, min_tokens=min_tokens, epoch=epoch)
-            return None if hit is None else self._rebuild(key, hit.num_tokens, hit.kv)
-        except Exception as error:
-            self._record_error("load", error)
-            return None
+        min_tokens = min_common_prefix_key_length
+        min_tokens = 0 if min_tokens is None else min_tokens
+        load = functools.partial(self._load, key, min_tokens, epoch)
+        return self._attempt("load", load)
 
     def save(self, key: Key, value: Any, *, epoch: int | None = None) -> bool:
         """Save the full blocks of a prompt.
@@ -209,15 +188,32 @@ class PrefixCache(Resource):
             the cache has other tokens, or another layout than the first, or if
             `PrefixStore.clear` was called since the prompt was computed.
         """
-        try:
-            return self._save(key, value, epoch)
-        except Exception as error:
-            self._record_error("save", error)
-            return False
+        save = functools.partial(self._save, key, value, epoch)
+        return self._attempt("save", save) or False
 
     def close(self) -> None:
         """Wait for transfers in flight and end the thread; no calls after this."""
         self.store.close()
+
+    def _load(self, key: Key, min_tokens: int, epoch: int | None) -> PrefixValue | None:
+        hit = self.store.load(key, self._extras, min_tokens=min_tokens, epoch=epoch)
+        if hit is None:
+            return None
+        leaves = [
+            hit.kv[path]
+            if path in self._axes
+            else jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+            for path, leaf in self._leaves.items()
+        ]
+        places = [leaf.sharding for leaf in self._leaves.values()]
+        return PrefixValue(
+            prefix=jax.tree.unflatten(self._treedef, leaves),
+            tokens=tuple(key[: hit.num_tokens]),
+            true_length=hit.num_tokens,
+            padded_length=self.store.max_tokens,
+            prefix_size_bytes=sum(leaf.nbytes for leaf in leaves),
+            device=jax.tree.unflatten(self._treedef, places),
+        )
 
     def _save(self, key: Key, value: Any, epoch: int | None) -> bool:
         if tuple(value.tokens[: len(key)]) != tuple(key):
@@ -226,7 +222,12 @@ class PrefixCache(Resource):
                 f"with the key, {shown(key)}."
             )
         check_whole(0, true_length=value.true_length)
-        arrays = arrays_of("the prefix", value.prefix, self._treedef)
+        arrays: list[Any]
+        arrays, treedef = jax.tree.flatten(value.prefix)
+        if treedef != self._treedef:  # type: ignore[operator]
+            raise ValueError(
+                f"the prefix must have the structure {self._treedef}, not {treedef}."
+            )
         kv: dict[str, jax.Array] = {}
         flags: list[tuple[str, jax.Array]] = []
         for (path, leaf), array in zip(self._leaves.items(), arrays, strict=True):
@@ -251,23 +252,6 @@ class PrefixCache(Resource):
         block_size = self.store.block_size
         return 0 < held == num_tokens // block_size * block_size
 
-    def _rebuild(self, key: Key, num_tokens: int, kv: PyTree) -> PrefixValue:
-        leaves = [
-            kv[path]
-            if path in self._axes
-            else jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
-            for path, leaf in self._leaves.items()
-        ]
-        places = [leaf.sharding for leaf in self._leaves.values()]
-        return PrefixValue(
-            prefix=jax.tree.unflatten(self._treedef, leaves),
-            tokens=tuple(key[:num_tokens]),
-            true_length=num_tokens,
-            padded_length=self.store.max_tokens,
-            prefix_size_bytes=sum(leaf.nbytes for leaf in leaves),
-            device=jax.tree.unflatten(self._treedef, places),
-        )
-
     def _are_zero(self, flags: list[tuple[str, jax.Array]]) -> bool:
         """Whether the leaves without an axis are zero. Waits for the device."""
         nonzero = [path for path, is_zero in flags if not is_zero]
@@ -282,39 +266,38 @@ class PrefixCache(Resource):
                 )
         return not nonzero
 
-    def _record_error(self, name: str, error: Exception) -> None:
-        """Count an error of a method, and log it the first time."""
-        cause = (name, type(error), *_place(error))
-        with self._lock:
-            self._errors[name] += 1
-            if cause in self._causes:
-                return
-            self._causes.add(cause)
-        _log.error(
-            "%s() of the prefix cache failed, which counts as a miss: %s: %s (logged "
-            "once; `errors` counts all)",
-            name,
-            type(error).__name__,
-            error,
-            exc_info=error,
-        )
+    def _attempt(self, name: str, call: Callable[[], T]) -> T | None:
+        """Call a method; if it fails, count the error, and log it the first time."""
+        try:
+            return call()
+        except Exception as error:
+            # By the line that raised it: its message may have users' text.
+            *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+            cause = name, type(error), frame.f_code, line
+            with self._lock:
+                self._errors[name] += 1
+                is_new = cause not in self._causes
+                self._causes.add(cause)
+            if is_new:
+                _log.exception(
+                    "%s() of the prefix cache failed, which counts as a miss: %s: %s "
+                    "(logged once; `errors` counts all)",
+                    name,
+                    type(error).__name__,
+                    error,
+                )
+            return None
 
 
-def _check_rules(rules: object) -> None:
-    expected = (
-        'must be patterns of paths and their axes, such as {"*/key": 1, "*": None}'
-    )
-    if not isinstance(rules, Mapping):
-        raise TypeError(f"sequence_axes={shown(rules)} {expected}.")
-    for pattern, axis in rules.items():
-        if not isinstance(pattern, str) or not isinstance(axis, int | None):
-            raise TypeError(f"{shown({pattern: axis})} in sequence_axes {expected}.")
+_RULES = 'must be patterns of paths and their axes, such as {"*/key": 1, "*": None}'
 
 
 def _find_axis(path: str, leaf: Any, rules: AxisRules) -> int | None:
     """Return the sequence axis of a leaf by the first rule that matches its path."""
     ndim = len(leaf.shape)
     for pattern, axis in rules.items():
+        if not isinstance(pattern, str) or not isinstance(axis, int | None):
+            raise TypeError(f"{shown({pattern: axis})} in sequence_axes {_RULES}.")
         if path != pattern and not fnmatch.fnmatchcase(path, pattern):
             continue
         if axis is not None and not -ndim <= axis < ndim:
@@ -336,11 +319,3 @@ def _is_zero(array: jax.Array) -> jax.Array:
         bits = jnp.dtype(f"uint{8 * array.dtype.itemsize}")
         array = jax.lax.bitcast_convert_type(array, bits)
     return jnp.all(array == jnp.zeros_like(array))
-
-
-def _place(error: Exception) -> tuple[object, ...]:
-    """Return the line that raised an error; messages may contain users' text."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return () if trace is None else (trace.tb_frame.f_code, trace.tb_lineno)

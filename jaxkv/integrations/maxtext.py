@@ -18,6 +18,7 @@ import numpy as np
 from jaxkv import Extras, Namespace
 from jaxkv._util import Resource, check_whole, shown
 from jaxkv.integrations import maxtext_cache, maxtext_guards
+from jaxkv.integrations.prefix_layout import describe
 from jaxkv.integrations.prefix_store import PrefixStore, StoreKeys, epoch_of
 from jaxkv.keys.hashing import NO_EXTRAS, TokenIds, token_bytes
 from jaxkv.transfer import memory
@@ -48,8 +49,10 @@ class MaxTextOffload(Resource):
       first chunk and `save_prefix` after the last, before `insert`.
     * `save_slot` when a request ends, before its slot is reused.
 
-    The saves do not wait for the device. Any thread may call. Parameters have an epoch,
-    as for `PrefixStore`: after the first `store.clear`, each call needs it.
+    The saves do not wait for the device. Any thread may call. `tokens` are int[n],
+    `extras` the adapter and salt that their KV depends on, and `epoch` says which
+    parameters compute it, as for `PrefixStore`: after the first `store.clear`, each
+    call without it raises ValueError.
 
     Attributes:
         store: The blocks, their counters, `epoch`, `flush` and `clear`.
@@ -87,7 +90,7 @@ class MaxTextOffload(Resource):
         if cache_like is None:
             cache_like = prefill_cache_like(engine)
         self._engine = engine
-        self._cache_like = jax.tree.map(_shape_of, cache_like)
+        self._cache_like = describe(cache_like)
         kv_like = maxtext_cache.prompt_kv(self._cache_like)
         self._prefix_class = maxtext_guards.find_prefix_class()
         maxtext_guards.guard_chunked_prefill()
@@ -108,23 +111,12 @@ class MaxTextOffload(Resource):
         """
         return int(self._engine.config.prefill_chunk_size)
 
-    @property
-    def max_tokens(self) -> int:
-        """Tokens of the longest prompt, the maximum that is kept of a request."""
-        return self.store.max_tokens
-
     def resume(
         self, tokens: TokenIds, extras: Extras = NO_EXTRAS, *, epoch: int | None = None
     ) -> Resumption:
         """Load the longest prefix to continue a prefill from. Waits for the bytes.
 
-        Args:
-            tokens: int[n]. The prompt. At least its last token must be computed.
-            extras: The adapter and salt that its KV depends on.
-            epoch: The epoch of the parameters of the prefill.
-
-        Raises:
-            ValueError: There is no epoch after a `store.clear`.
+        At least the last token of the prompt is left to compute.
         """
         token_bytes(tokens)  # Refuses invalid tokens.
         epoch = epoch_of(epoch, self.store.epoch)
@@ -152,26 +144,19 @@ class MaxTextOffload(Resource):
     ) -> Prefill:
         """Prefill a prompt in chunks, after its longest saved prefix, and save it.
 
-        If `store.clear` is called meanwhile, nothing is saved.
-
-        Args:
-            params: As for `MaxEngine.prefill`.
-            tokens: int[n]. The prompt.
-            extras: The adapter and salt that its KV depends on.
-            epoch: The epoch of `params`.
-            arguments: Further arguments for each `MaxEngine.prefill`.
+        Each `MaxEngine.prefill` gets `params` and the other `arguments`. If
+        `store.clear` is called meanwhile, nothing is saved.
 
         Raises:
-            ValueError: The prompt is empty, or too long for the engine, or there is no
-                epoch after a `store.clear`.
+            ValueError: The prompt is empty, or too long for the engine.
         """
         token_bytes(tokens)  # Refuses invalid tokens.
         chunk, num_tokens = self.chunk_size, len(tokens)
         end = -(-num_tokens // chunk) * chunk
-        if not 0 < end <= self.max_tokens:
+        if not 0 < end <= self.store.max_tokens:
             raise ValueError(
                 f"the prompt has {num_tokens} tokens; it must have between 1 and "
-                f"{self.max_tokens // chunk * chunk}, the chunks of {chunk} that "
+                f"{self.store.max_tokens // chunk * chunk}, the chunks of {chunk} that "
                 "max_prefill_predict_length has room for."
             )
         padded = np.zeros(end, np.int32)
@@ -204,18 +189,16 @@ class MaxTextOffload(Resource):
         """Save the KV of a prompt after its prefill; before `insert`, which donates it.
 
         Args:
-            tokens: int[n]. The whole prompt, with the resumed tokens.
+            tokens: The whole prompt, with the resumed tokens.
             prefix: The result of its last prefill.
-            extras: The adapter and salt that its KV depends on.
+            extras: Its adapter and salt.
             epoch: The epoch of the parameters that computed it.
 
         Returns:
-            The number of tokens, from the first on, that are held or in flight; 0 if
-            `store.clear` has ended the epoch.
+            As for `PrefixStore.save`.
 
         Raises:
-            ValueError: The prefix is not of this engine, or has fewer tokens, or there
-                is no epoch after a `store.clear`.
+            ValueError: The prefix is not of this engine, or has fewer tokens.
             RuntimeError: It has been donated, or the store was closed.
         """
         kv = maxtext_cache.prompt_kv(_entry("prefix", prefix, "cache"))
@@ -237,22 +220,20 @@ class MaxTextOffload(Resource):
         some, nothing is kept (`store.stats.num_dropped_failed`).
 
         Args:
-            tokens: int[n]. All tokens of the request, prompt and generated. The last
-                one has no KV yet. Tokens beyond `max_tokens` are not kept, since no
-                prefill could resume from them.
+            tokens: All tokens of the request, prompt and generated. The last one has no
+                KV yet. Tokens beyond `store.max_tokens` are not kept,
+                since no prefill could resume from them.
             decode_state: The result of the last `generate`.
             slot: The request's slot.
-            extras: The adapter and salt that its KV depends on.
+            extras: Its adapter and salt.
             epoch: The epoch of the parameters that computed its prompt.
 
         Returns:
-            The number of tokens, from the first on, that are held or in flight; 0 if
-            `store.clear` has ended the epoch.
+            As for `PrefixStore.save`.
 
         Raises:
-            ValueError: There is no such slot, no token, or no epoch after a
-                `store.clear`. Or the model has attention windows: then MaxText
-                generates other KV than it prefills.
+            ValueError: There is no such slot or no token, or the model has attention
+                windows: then MaxText generates other KV than it prefills.
             RuntimeError: The decode state has been donated, or the store was closed.
         """
         for name in WINDOWS:
@@ -271,7 +252,7 @@ class MaxTextOffload(Resource):
             raise ValueError(f"{slot=} must be in [0, {num_slots}).")
         if not token_bytes(tokens):
             raise ValueError("tokens is empty; it must be all tokens of the request.")
-        num_tokens = min(len(tokens) - 1, self.max_tokens)
+        num_tokens = min(len(tokens) - 1, self.store.max_tokens)
         kv, has_all = maxtext_cache.slot_kv(needed, slot, num_tokens)
         return self.store.save(
             tokens, kv, num_tokens, extras, only_if=lambda: bool(has_all), epoch=epoch
@@ -348,7 +329,3 @@ def prefill_cache_like(engine: Any) -> PyTree:
         jax.eval_shape(make),
         shardings,
     )
-
-
-def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    return memory.array_spec(leaf.shape, leaf.dtype, leaf.sharding)

@@ -27,6 +27,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkv.integrations.prefix_layout import leaf_paths
 from jaxkv.types import PyTree
@@ -114,11 +115,15 @@ def resume_cache(cache_like: PyTree, kv: KV, num_tokens: int) -> Any:
     made: dict[Any, jax.Array] = {}
 
     def fill(path: str, leaf: Any) -> Any:
+        """Make segment ids of `num_tokens` tokens, or a leaf of zeros."""
         if path in kv:
             return kv[path]
-        kind = path.endswith(SEGMENTS), leaf.shape, leaf.dtype, leaf.sharding
+        num_ones = num_tokens if path.endswith(SEGMENTS) else 0
+        kind = num_ones, leaf.shape, leaf.dtype, leaf.sharding
         if kind not in made:
-            made[kind] = _fill(*kind, num_tokens)
+            row = (np.arange(leaf.shape[-1]) < num_ones).astype(leaf.dtype)
+            filled = jnp.broadcast_to(row, leaf.shape)
+            made[kind] = jax.device_put(filled, leaf.sharding)
         return made[kind]
 
     leaves = [fill(*pair) for pair in leaf_paths(cache_like)]
@@ -142,22 +147,6 @@ def find_layers(cache: PyTree) -> dict[str, dict[str, Any]]:
     return layers
 
 
-def _fill(
-    is_segments: bool,
-    shape: tuple[int, ...],
-    dtype: Any,
-    sharding: jax.sharding.Sharding | None,
-    num_tokens: int,
-) -> jax.Array:
-    """Make segment ids of `num_tokens` tokens, or a leaf of zeros."""
-    if is_segments:
-        counts = (jnp.arange(shape[-1], dtype=jnp.int32) < num_tokens).astype(dtype)
-        filled = jax.lax.broadcast_in_dim(counts, shape, [len(shape) - 1])
-    else:
-        filled = jnp.zeros(shape, dtype)
-    return filled if sharding is None else jax.device_put(filled, sharding)
-
-
 def _one_slot(array: jax.Array, slot: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(array, slot, 1, array.ndim + SLOT_AXIS)
 
@@ -165,11 +154,6 @@ def _one_slot(array: jax.Array, slot: int) -> jax.Array:
 def _fault(path: str, layer: Mapping[str, Any]) -> str | None:
     """Return why a layer cannot be served, or None."""
     names = sorted(layer)
-    if any(name.endswith("_scale") for name in names):
-        return (
-            "holds quantised KV, which MaxText cannot resume from: set "
-            "quantize_kvcache=False"
-        )
     if any(name.startswith(("key_pages", "value_pages")) for name in names):
         return "holds pages, which MaxText cannot resume from: set attention otherwise"
     if (PREFILL[0] in layer and SEGMENTS not in layer) or "conv_state" in layer:

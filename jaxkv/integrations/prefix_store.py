@@ -5,22 +5,25 @@ For engines that hold the KV of each prompt in separate arrays, not in a paged p
 
 from __future__ import annotations
 
+import _thread
+import collections
 import dataclasses
 import functools
 import logging
 import operator
+import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple, SupportsIndex, TypedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, SupportsIndex, TypedDict, TypeVar
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv import Extras, KeyChain, Namespace, Policy, TraceRecorder
+from jaxkv import Extras, KeyChain, Namespace, Policy, TraceRecorder, TransferEngine
 from jaxkv._util import Resource, check_whole, shown
-from jaxkv.integrations.prefix_copier import PrefixCopier, run_uninterrupted
 from jaxkv.integrations.prefix_layout import PrefixLayout
 from jaxkv.keys.hashing import NO_EXTRAS, TokenIds
 from jaxkv.observe.start import log_start
@@ -30,6 +33,8 @@ from jaxkv.tiers.index import NO_IDS, BlockIndex
 from jaxkv.transfer.kernels import Mode
 from jaxkv.transfer.tickets import TRANSFER_ERRORS
 from jaxkv.types import NO_BLOCK, BlockKey, PyTree
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -73,10 +78,10 @@ class PrefixStore(Resource):
     prefix on the host, in new arrays that are placed like the template's. `tokens` is a
     prompt, int[n], and `extras` are the adapter and salt that its KV depends on.
 
-    Any thread may call. The store's thread dispatches the transfers one at a time,
-    loads before saves. A block can be hit once its bytes have arrived. A wrong token,
-    or an argument of a wrong type, raises ValueError or TypeError. After `close`, each
-    call raises RuntimeError.
+    Any thread may call. The store's thread has the transfer engine, and copies one
+    prompt at a time, loads before saves. A block can be hit once its bytes have
+    arrived. A wrong token, or an argument of a wrong type, raises ValueError or
+    TypeError. After `close`, each call raises RuntimeError.
 
     Weights have an `epoch`, 0 at first. To change them, put the new weights in place,
     then call `clear`, which begins the next epoch. To compute a prompt, read `epoch`,
@@ -158,23 +163,33 @@ class PrefixStore(Resource):
         # in a caller's thread never leaves it held.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # Notified of a save's end.
-        self._copier = PrefixCopier(
-            self._layout, num_host_blocks, host_bytes, mode, extent_bytes
+        # Only the store's thread pops from a queue, so it needs no lock.
+        self._loads: collections.deque[Callable[[], None]] = collections.deque()
+        self._saves: collections.deque[Callable[[], None]] = collections.deque()
+        # Joined when the interpreter ends: no transfer may be in flight then.
+        self._executor = ThreadPoolExecutor(1, "jaxkv-prefix-store")
+        make = functools.partial(
+            TransferEngine,
+            self._layout.new_pool(),
+            num_host_blocks,
+            host_bytes=host_bytes,
+            mode=mode,
+            block_axis=self._layout.axes,
+            extent_bytes=extent_bytes,
         )
         policy = cache_policy if isinstance(cache_policy, str) else None
         try:
-            self._index = BlockIndex(
-                namespace.block_size, self._copier.engine.num_host_blocks, cache_policy
-            )
+            self._engine = self._executor.submit(make).result()
+            num_host_blocks = self._engine.num_host_blocks
+            self._index = BlockIndex(self.block_size, num_host_blocks, cache_policy)
             if recorder is not None:
-                num_blocks = self.num_host_blocks
                 recorder.describe(
-                    namespace.block_size, policy=policy, host_blocks=num_blocks
+                    self.block_size, policy=policy, host_blocks=num_host_blocks
                 )
         except BaseException:
-            self._copier.close()
+            self._executor.shutdown()
             raise
-        log_start(self._copier.engine, policy=policy or "of its own")
+        log_start(self._engine, policy=policy or "of its own")
 
     @property
     def epoch(self) -> int:
@@ -199,18 +214,18 @@ class PrefixStore(Resource):
     @property
     def block_bytes(self) -> int:
         """Bytes of one block, all leaves together."""
-        return self._copier.engine.block_bytes
+        return self._engine.block_bytes
 
     @property
     def host_bytes(self) -> int:
         """Bytes of allocated host memory."""
-        return self._copier.engine.host_bytes
+        return self._engine.host_bytes
 
     @property
     def held_bytes(self) -> int:
         """Bytes of the held blocks, those in flight included."""
         with self._lock:
-            return self._index.num_held_blocks * self._copier.engine.block_bytes
+            return self._index.num_held_blocks * self._engine.block_bytes
 
     @property
     def stats(self) -> OffloadStats:
@@ -227,11 +242,13 @@ class PrefixStore(Resource):
         with self._lock:
             self._check()
             self._index.warm_up()
-        self._copier.warm_up()
+        pool, length = self._layout.new_pool(), self.max_tokens
+        self._layout.cut(jax.tree.leaves(self._layout.join(pool, length)), length)
+        self._executor.submit(self._engine.warm_up).result()
 
     def contains(self, tokens: TokenIds, extras: Extras = NO_EXTRAS) -> bool:
         """Whether all full blocks of a prompt, at least one, are on the host."""
-        _, keys = self._keys(tokens, extras)
+        _, keys = self._keys(tokens, extras, self._epoch)
         with self._lock:
             self._check()
             return bool(keys) and len(self._readable(keys)) == len(keys)
@@ -251,36 +268,32 @@ class PrefixStore(Resource):
         held: the load ends without the thread.
 
         Args:
-            tokens: int[n]. The prompt.
+            tokens: The prompt.
             extras: The adapter and salt that it was saved with.
             min_tokens: Load nothing if fewer tokens are found.
             length: Length of the sequence axes of the new arrays; by default the
                 template's length.
-            epoch: The epoch of the weights that will compute the rest of the prompt;
-                needed after the first `clear`.
+            epoch: The epoch of the weights that will compute the rest of the prompt.
 
         Returns:
             The prefix; None if nothing was found, the load failed, or `clear` has ended
             the epoch.
 
         Raises:
-            ValueError: A number or a token is out of range, or there is no epoch after
-                a `clear`.
+            ValueError: A number is out of range.
         """
         length = self.max_tokens if length is None else length
         check_whole(0, min_tokens=min_tokens)
         check_whole(1, self.max_tokens, length=length)
         length = operator.index(length)
-        current, keys = self._keys(tokens, extras)
-        epoch = epoch_of(epoch, current)
+        epoch, keys = self._keys(tokens, extras, epoch)
         keys = keys[: length // self.block_size]
-        loaded = run_uninterrupted(
+        num_found, pool = _run_uninterrupted(
             lambda: self._load(epoch, keys, len(tokens), min_tokens)
         )
-        if loaded is None:
+        if pool is None:
             return None
-        num_tokens, pool = loaded
-        return PrefixHit(num_tokens, self._layout.join(pool, length))
+        return PrefixHit(num_found, self._layout.join(pool, length))
 
     def save(
         self,
@@ -299,7 +312,7 @@ class PrefixStore(Resource):
         may be donated.
 
         Args:
-            tokens: int[n]. The prompt.
+            tokens: The prompt.
             kv: Its keys and values, like the template; the sequence axes may be
                 shorter, all by the same length.
             num_tokens: Number of tokens in `kv`; by default all.
@@ -307,23 +320,20 @@ class PrefixStore(Resource):
             only_if: Called by the store's thread before the save is issued; if it
                 returns False, or raises, nothing is kept, which counts as a failed
                 save. It may wait for the device.
-            epoch: The epoch of the weights that computed `kv`; needed after the first
-                `clear`.
+            epoch: The epoch of the weights that computed `kv`.
 
         Returns:
             The number of tokens, from the first on, that are held or in flight: all
             full blocks, unless there is no room. 0 if `clear` has ended the epoch.
 
         Raises:
-            ValueError: `kv` is not like the template, a number is out of range, or
-                there is no epoch after a `clear`.
+            ValueError: `kv` is not like the template, or a number is out of range.
             TypeError: A leaf is not a `jax.Array`, or another argument of a wrong type.
             RuntimeError: `kv` has been deleted or donated, or the store was closed.
         """
         if only_if is not None and not callable(only_if):
             raise TypeError(f"only_if={shown(only_if)} must be a function, or None.")
-        current, keys = self._keys(tokens, extras)
-        epoch = epoch_of(epoch, current)
+        epoch, keys = self._keys(tokens, extras, epoch)
         leaves, length = self._layout.check(kv)
         num_tokens = len(tokens) if num_tokens is None else num_tokens
         check_whole(0, min(length, len(tokens)), num_tokens=num_tokens)
@@ -340,24 +350,19 @@ class PrefixStore(Resource):
                 self._stats.num_dropped_reset += len(keys)
                 return 0
             keys, placement = self._find_room(keys)
-            stored = list(placement.keys)
-            if not stored:
-                return len(keys) * self.block_size
-            self._num_saves += 1
-        rows = range(len(keys)) if placement.rows is None else placement.rows.tolist()
-        end = functools.partial(self._end_save, epoch, keys, stored)
-        try:
-            self._copier.save(
-                leaves,
-                length,
-                rows,
-                placement.block_ids,
-                lambda: epoch == self._epoch and _answer(only_if),
-                end,
-            )
-        except BaseException:
-            end(False, None)
-            raise
+            if placement.keys:
+                self._num_saves += 1
+        if placement.keys:
+            try:
+                # A copy, which is not donated.
+                blocks = self._layout.cut(leaves, length)
+                save = functools.partial(
+                    self._copy_to_host, epoch, keys, placement, blocks, only_if
+                )
+                self._dispatch(self._saves, save)
+            except BaseException:
+                self._end_save(epoch, keys, placement, ok=False)
+                raise
         return len(keys) * self.block_size
 
     def flush(self) -> None:
@@ -394,16 +399,18 @@ class PrefixStore(Resource):
             self._changed.wait_for(lambda: not self._num_saves)
             self._closed = True
             self._changed.notify_all()
-        self._copier.close()
+        self._executor.shutdown()
         if self._recorder is not None:
             self._recorder.close()
 
-    def _keys(self, tokens: TokenIds, extras: Extras) -> tuple[int, list[BlockKey]]:
-        """Return the current epoch, and the keys of a prompt in it."""
+    def _keys(
+        self, tokens: TokenIds, extras: Extras, epoch: int | None
+    ) -> tuple[int, list[BlockKey]]:
+        """Return the epoch of a call, and a prompt's keys in the current epoch."""
         with self._lock:
             self._check()
-            current, namespace = self._epoch, self._namespace
-        return current, KeyChain(namespace, extras).extend(tokens)
+            epoch, namespace = epoch_of(epoch, self._epoch), self._namespace
+        return epoch, KeyChain(namespace, extras).extend(tokens)
 
     def _readable(self, keys: list[BlockKey]) -> NDArray[np.int64]:
         """Return the blocks of the longest prefix on the host. Needs the lock."""
@@ -413,7 +420,7 @@ class PrefixStore(Resource):
 
     def _load(
         self, epoch: int, keys: list[BlockKey], num_prompt_tokens: int, min_tokens: int
-    ) -> tuple[int, list[jax.Array]] | None:
+    ) -> tuple[int, list[jax.Array] | None]:
         """Find, hold and load a prefix, in a thread that nothing interrupts.
 
         Returns its number of tokens and its blocks; None for a miss.
@@ -421,33 +428,20 @@ class PrefixStore(Resource):
         with self._lock:
             self._check()
             self._stats.num_host_query_tokens += num_prompt_tokens
-            self._notify_policy(keys, num_prompt_tokens)
             block_ids = self._readable(keys) if epoch == self._epoch else NO_IDS
             num_tokens = len(block_ids) * self.block_size
             self._record(keys, num_prompt_tokens, num_tokens)
             if not num_tokens or num_tokens < min_tokens:
-                return None
+                return 0, None
             keys = keys[: len(block_ids)]
             self._index.touch(keys)
             self._index.pin(block_ids)
-            loading = self._copier.load(
-                block_ids,
-                lambda: epoch == self._epoch,
-                functools.partial(self._end_load, epoch, keys, block_ids),
-            )
-        pool = loading.result()
-        if pool is None:
-            return None
-        with self._lock:
-            if epoch != self._epoch:
-                return None
-            self._stats.num_host_hit_tokens += num_tokens
-            self._stats.num_loads += 1
-            self._stats.num_loaded += len(keys)
-        return num_tokens, pool
+            load = functools.partial(self._copy_from_host, epoch, keys, block_ids)
+            loading = self._dispatch(self._loads, load)
+        return num_tokens, loading.result()
 
-    def _notify_policy(self, keys: list[BlockKey], num_tokens: int) -> None:
-        """Notify a policy that listens of a request. Needs the lock.
+    def _record(self, keys: list[BlockKey], num_tokens: int, num_found: int) -> None:
+        """Show a request to a policy that listens and to the recorder. Needs the lock.
 
         What it generates, and when it ends, is not known here.
         """
@@ -455,9 +449,6 @@ class PrefixStore(Resource):
             now_ms = int(1000 * self._clock())
             mark = self._index.begin_request(keys, num_tokens, now_ms)
             self._index.finish_request(keys, mark, now_ms)
-
-    def _record(self, keys: list[BlockKey], num_tokens: int, num_found: int) -> None:
-        """Record a request, if there is a recorder. Needs the lock."""
         if self._recorder is not None:
             name = str(self._num_loads)
             self._num_loads += 1
@@ -486,49 +477,130 @@ class PrefixStore(Resource):
         stats.num_evicted += len(placement.evicted_keys)
         return fitting, placement
 
-    def _end_save(
+    def _dispatch(
+        self, tasks: collections.deque[Callable[[], None]], task: Callable[[], T]
+    ) -> Future[T]:
+        """Run a load or a save in the store's thread."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(task())
+            except BaseException as error:
+                future.set_exception(error)
+
+        tasks.append(run)
+        # Once per task, each time for the most urgent one.
+        self._executor.submit(lambda: (self._loads or self._saves).popleft()())
+        return future
+
+    def _copy_from_host(
+        self, epoch: int, keys: list[BlockKey], block_ids: NDArray[np.int64]
+    ) -> list[jax.Array] | None:
+        """Load held blocks, in order, into a new pool; None if they did not arrive."""
+        rows = range(len(block_ids))
+        pool = self._transfer(
+            lambda: self._engine.load(self._layout.new_pool(), block_ids, rows)[0]
+        )
+        with self._lock:
+            if epoch != self._epoch:
+                return None
+            self._index.unpin(block_ids)
+            if pool is None:  # They must not be hit again.
+                self._index.discard(keys)
+                self._stats.num_loads_failed += 1
+                return None
+            self._stats.num_host_hit_tokens += len(keys) * self.block_size
+            self._stats.num_loads += 1
+            self._stats.num_loaded += len(keys)
+            return pool
+
+    def _copy_to_host(
         self,
         epoch: int,
         keys: list[BlockKey],
-        stored: list[BlockKey],
-        ok: bool,
-        fault: BaseException | None,
+        placement: Placement,
+        blocks: list[jax.Array],
+        only_if: Callable[[], bool] | None,
     ) -> None:
+        """Save the placed blocks of a prompt, if `only_if` allows it."""
+        rows = range(len(keys)) if placement.rows is None else placement.rows
+
+        def issue() -> list[jax.Array] | None:
+            try:
+                if only_if is not None and not only_if():
+                    return None
+            except TRANSFER_ERRORS:
+                raise
+            except Exception:
+                _log.exception("only_if of a save raised an error; nothing is kept.")
+                return None
+            self._engine.save(blocks, rows, placement.block_ids)
+            return blocks
+
+        ok = self._transfer(issue) is not None
+        self._end_save(epoch, keys, placement, ok)
+
+    def _transfer(
+        self, issue: Callable[[], list[jax.Array] | None]
+    ) -> list[jax.Array] | None:
+        """Issue a transfer of a pool, and wait for it; None if its bytes do not arrive.
+
+        If its epoch has ended, what it moves is not used.
+        """
+        try:
+            if (pool := issue()) is not None:
+                pool, [done] = self._engine.drain(pool)
+                return pool if done.error is None else None
+        except TRANSFER_ERRORS:
+            pass  # The program that computes the KV, or the answer, has failed.
+        except BaseException as error:
+            self._fault = self._fault or error
+        return None
+
+    def _end_save(
+        self, epoch: int, keys: list[BlockKey], placement: Placement, ok: bool
+    ) -> None:
+        stored, stats = placement.keys, self._stats
         with self._lock:
             self._num_saves -= 1
             self._changed.notify_all()
-            self._fault = self._fault or fault
             if epoch != self._epoch:
-                self._stats.num_dropped_reset += len(stored)
+                stats.num_dropped_reset += len(stored)
                 return
             self._index.complete_store(stored, success=ok)
             # Evict the tail of a prefix before its head.
             self._index.reorder(keys)
             if ok:
-                self._stats.num_stored += len(stored)
+                stats.num_stored += len(stored)
             else:
-                self._stats.num_dropped_failed += len(stored)
-
-    def _end_load(
-        self, epoch: int, keys: list[BlockKey], block_ids: NDArray[np.int64], ok: bool
-    ) -> None:
-        with self._lock:
-            if epoch == self._epoch:
-                self._index.unpin(block_ids)
-                if not ok:  # They must not be hit again.
-                    self._index.discard(keys)
-                    self._stats.num_loads_failed += 1
+                stats.num_dropped_failed += len(stored)
 
 
-def _answer(only_if: Callable[[], bool] | None) -> bool:
-    """Whether a save may go on; False if the caller's function fails.
+def _run_uninterrupted(task: Callable[[], T]) -> T:
+    """Return `task()`, which ends whatever happens to the thread that waits for it.
 
-    An error of the device passes, as for a transfer.
+    A signal handler runs in the main thread and may raise between any two bytecodes, so
+    work that must be undone cannot run there. The task runs in a separate thread. The
+    caller only calls C functions, which happen or do not; `threading.Thread` starts a
+    thread in several steps. If no thread can be started, the caller runs the task.
+
+    >>> _run_uninterrupted(lambda: 6 * 7)
+    42
     """
+    answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            answers.put((task(), None))
+        except BaseException as error:
+            answers.put((None, error))
+
     try:
-        return only_if is None or bool(only_if())
-    except TRANSFER_ERRORS:
-        raise
-    except Exception:
-        _log.exception("only_if of a save raised an error; nothing is kept of it.")
-        return False
+        _thread.start_new_thread(run, ())
+    except RuntimeError:
+        run()
+    result, error = answers.get()
+    if error is not None:
+        raise error
+    return result  # type: ignore[no-any-return]

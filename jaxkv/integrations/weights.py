@@ -58,13 +58,13 @@ def describe_weights(
     model: str,
     revision: str | None = None,
     *,
-    hub_folders: tuple[str | os.PathLike[str], ...] = (),
+    hub_folder: str | os.PathLike[str] | None = None,
     read_since_s: float | None = None,
 ) -> Description:
     """Return JSON values that identify a model's weights in every process.
 
     `model` is a folder, a file, or a name on the Hugging Face Hub, whose snapshots may
-    be in `hub_folders`. `read_since_s` is a time in seconds since the epoch: if a file,
+    be in `hub_folder`. `read_since_s` is a time in seconds since the epoch: if a file,
     its folder or a link to it changed later, the process may have read other weights.
     UnknownWeightsError if the weights cannot be identified.
 
@@ -80,28 +80,31 @@ def describe_weights(
             f"model={shown(model)} is neither a folder nor a name on the Hugging Face "
             "Hub, so that its weights have no known version"
         )
-    commit = revision or ""
-    if not _COMMIT.fullmatch(commit):
-        commit = _commit_of(model, revision or "main", hub_folders)
-    return {"hub": model, "commit": commit}
+    revision = revision or "main"
+    if _COMMIT.fullmatch(revision):
+        return {"hub": model, "commit": revision}
+    path = snapshot_of(model, revision, hub_folder) if hub_folder else None
+    if path is None:
+        raise UnknownWeightsError(
+            f"no snapshot of model={shown(model)}, revision={shown(revision)}, is in "
+            f"{hub_folder or 'any folder'}, so that its commit is unknown: pass a "
+            "commit of 40 digits as the revision"
+        )
+    return {"hub": model, "commit": path.name}
 
 
-def hub_folders_of(
-    environ: Mapping[str, str], download_dir: str | None = None
-) -> tuple[str, ...]:
+def hub_folder_of(environ: Mapping[str, str], download_dir: str | None = None) -> str:
     """Return the folder of the Hub's snapshots: `download_dir`, or by the environment.
 
-    >>> hub_folders_of({"HF_HOME": "/cache"})
-    ('/cache/hub',)
+    >>> hub_folder_of({"HF_HOME": "/cache"})
+    '/cache/hub'
     """
     if download_dir is not None:
-        return (download_dir,)
+        return download_dir
     cache = environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     home = environ.get("HF_HOME") or os.path.join(cache, "huggingface")
-    default = os.path.join(home, "hub")
-    return (
-        environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE") or default,
-    )
+    caches = map(environ.get, ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"))
+    return next(filter(None, caches), os.path.join(home, "hub"))
 
 
 def process_started_s() -> float | None:
@@ -115,34 +118,18 @@ def process_started_s() -> float | None:
 
 
 def snapshot_of(
-    model: str, revision: str, folders: tuple[str | os.PathLike[str], ...]
+    model: str, revision: str, hub_folder: str | os.PathLike[str]
 ) -> Path | None:
-    """Return the folder of a snapshot of the Hub; None if it is in no folder."""
+    """Return the folder of a snapshot of the Hub; None if it is not in `hub_folder`."""
     if not _REPOSITORY.fullmatch(model):
         return None
-    for folder in folders:
-        path = Path(folder, "models--" + model.replace("/", "--"))
-        try:
-            commit = read_file(path / "refs" / revision, 1 << 10).decode().strip()
-        except (OSError, UnicodeDecodeError, ValueError):
-            continue
-        snapshot = path.joinpath("snapshots", commit)
-        if _COMMIT.fullmatch(commit) and snapshot.is_dir():
-            return snapshot
-    return None
-
-
-def _commit_of(
-    model: str, revision: str, folders: tuple[str | os.PathLike[str], ...]
-) -> str:
-    snapshot = snapshot_of(model, revision, folders)
-    if snapshot is not None:
-        return snapshot.name
-    raise UnknownWeightsError(
-        f"no snapshot of model={shown(model)}, revision={shown(revision)}, is in "
-        f"{', '.join(map(str, folders)) or 'any folder'}, so that its commit is "
-        "unknown: pass a commit of 40 digits as the revision"
-    )
+    path = Path(hub_folder, "models--" + model.replace("/", "--"))
+    try:
+        commit = read_file(path / "refs" / revision, 1 << 10).decode().strip()
+    except (OSError, UnicodeDecodeError, ValueError):
+        return None
+    snapshot = path.joinpath("snapshots", commit)
+    return snapshot if _COMMIT.fullmatch(commit) and snapshot.is_dir() else None
 
 
 def _describe_files(

@@ -142,8 +142,8 @@ class PrefixUser:
         self.stories, self.saved, self.unsure = [], [], False
         self.computing = []  # Prompts, with their weights and epoch.
         self.cache = make(self.block_size, str(self.weights), **options)
-        copier = self.cache.store._copier
-        copier.engine = self.loads = FailingLoads(copier.engine)
+        store = self.cache.store
+        store._engine = self.loads = FailingLoads(store._engine)
 
     def run(self, num_steps):
         try:

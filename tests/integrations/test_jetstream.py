@@ -269,14 +269,14 @@ REFUSED = [
 
 
 def test_a_cache_that_save_cannot_take_is_logged_once_and_counted(make, caplog):
-    for key, value, message in REFUSED:
+    cache = make()
+    keep(cache, KEY)
+    held = cache.store.held_bytes
+    for number, (key, value, message) in enumerate(REFUSED):
         caplog.clear()
-        cache = make()
-        keep(cache, KEY)
-        held = cache.store.held_bytes
         for count in (1, 2, 3):
             assert cache.save(key, value) is False
-            assert cache.errors == {"save": count}
+            assert cache.errors == {"save": 3 * number + count}
         (record,) = [entry for entry in caplog.records if "save()" in entry.message]
         assert record.levelname == "ERROR"
         assert record.exc_info

@@ -195,7 +195,7 @@ def test_a_slot_of_other_lengths_keeps_nothing_and_is_counted(make):
 def test_the_last_token_is_always_computed(make):
     cache = jax.tree.map(jnp.asarray, make_cache("scanned", 1))
     engine, offload = make("scanned", cache_like=cache)  # Replaces the engine's shapes.
-    assert offload.max_tokens == LENGTH
+    assert offload.store.max_tokens == LENGTH
     offload.prefill("params", range(1, 9))
     offload.store.flush()
     engine.num_computed = 0

@@ -124,7 +124,7 @@ def check_at_rest(store):
     snapshot = store._index.snapshot()
     assert set(snapshot.ref_cnt.values()) <= {0}
     assert store.held_bytes == len(snapshot.ref_cnt) * store.block_bytes
-    engine = store._copier.engine
+    engine = store._engine
     assert engine.num_in_flight == engine._table.num_pins == 0
     stats = store.stats
     dropped = stats.num_dropped_full, stats.num_dropped_failed, stats.num_dropped_reset
@@ -254,7 +254,7 @@ def blocked_thread(store):
         begun.set()
         assert go_on.wait(60)
 
-    waiting = store._copier.run(wait)
+    waiting = store._executor.submit(wait)
     assert begun.wait(60)
     try:
         yield
@@ -292,20 +292,6 @@ def test_a_save_that_only_if_refuses_costs_no_other(make, caplog):
         assert ("a mistake of the caller's" in caplog.text) == (only_if is fail)
     keep(store, OTHER, only_if=lambda: True)
     check_hit(store.load(OTHER), OTHER)
-    check_at_rest(store)
-
-
-def test_a_waiting_save_that_is_cleared_is_not_found(make):
-    store = make()
-    with blocked_thread(store):
-        # The fault would be bytes of another prompt under these keys.
-        store.save(PROMPT, to_device(known_kv(OTHER, LENGTH)))
-        store.clear()
-        assert save(store, PROMPT[:12], only_if=lambda: False) == 12
-        save(store, OTHER)
-    assert not store.contains(PROMPT[:4])
-    check_hit(store.load(OTHER, epoch=1), OTHER)
-    assert store.stats.num_stored == 7
     check_at_rest(store)
 
 
@@ -453,18 +439,14 @@ def test_a_clear_between_the_keys_of_a_call_and_its_effect_is_noticed(
 def test_a_clear_after_the_bytes_of_a_load_arrived_makes_it_a_miss(make, monkeypatch):
     store = make()
     keep(store, P)
-    load = store._copier.load
+    drain = store._engine.drain
 
-    class Loading:
-        def __init__(self, *arguments):
-            self.future = load(*arguments)
+    def drain_and_clear(pool):
+        ended = drain(pool)
+        store.clear()
+        return ended
 
-        def result(self):
-            pool = self.future.result()
-            store.clear()
-            return pool
-
-    monkeypatch.setattr(store._copier, "load", Loading)
+    monkeypatch.setattr(store._engine, "drain", drain_and_clear)
     assert store.load(P) is None
     assert (store.stats.num_host_hit_tokens, store.stats.num_loads_failed) == (0, 0)
     check_at_rest(store)
@@ -483,18 +465,24 @@ def test_a_save_that_waits_for_others_ends_with_its_epoch(make):
     assert store.held_bytes == 0
 
 
-def test_a_cleared_load_is_a_miss(make):
-    store = make()
-    keep(store, PROMPT)
+def test_a_load_is_copied_before_the_saves_that_wait(make, monkeypatch):
+    store, order = make(), []
+    keep(store, P)
+
+    def recorded(name, copy):
+        return lambda *args: order.append(name) or copy(*args)
+
+    for name in ("save", "load"):
+        copy = recorded(name, getattr(store._engine, name))
+        monkeypatch.setattr(store._engine, name, copy)
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         with blocked_thread(store):
-            loading = thread.submit(store.load, PROMPT)
-            wait_for(lambda: store.stats.num_host_query_tokens)
-            store.clear()
-            save(store, [*range(90, 120)])
-        assert loading.result() is None
-    assert (store.stats.num_loads_failed, store.stats.num_host_hit_tokens) == (0, 0)
-    check_at_rest(store)
+            save(store, OTHER)
+            save(store, Q)
+            loading = thread.submit(store.load, P)
+            wait_for(lambda: store._loads)
+        check_hit(loading.result(), P)
+    assert order == ["load", "save", "save"]
 
 
 def test_blocks_that_are_being_loaded_are_not_evicted(make):
@@ -527,6 +515,21 @@ def test_failed_kv_is_never_found(make, mode):
     check_hit(store.load(PROMPT), PROMPT)
 
 
+def test_a_save_that_cannot_copy_its_kv_raises_and_holds_nothing(make, monkeypatch):
+    store = make()
+
+    def fails(*args):
+        raise jax.errors.JaxRuntimeError("out of the device's memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(store._layout), "cut", fails)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="out of the device's"):
+            save(store, P)
+    store.flush()
+    assert (store.load(P), store.stats.num_dropped_failed) == (None, 2)
+    check_at_rest(store)
+
+
 @modes
 def test_a_failed_load_is_a_miss_and_discards_its_blocks(make, mode, monkeypatch):
     store = make(mode=mode)
@@ -536,7 +539,7 @@ def test_a_failed_load_is_a_miss_and_discards_its_blocks(make, mode, monkeypatch
         raise jax.errors.JaxRuntimeError("a fault of the device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store._copier.engine._copier, "load_program", fails)
+        patch.setattr(store._engine._copier, "load_program", fails)
         assert store.load(PROMPT) is None
     assert (store.stats.num_loads_failed, store.stats.num_host_hit_tokens) == (1, 0)
     assert not store.contains(PROMPT)
@@ -552,7 +555,7 @@ def test_a_bug_in_the_thread_is_raised_by_the_next_call(make, monkeypatch):
     def fails(*args):
         raise KeyError("a mistake in the code")
 
-    monkeypatch.setattr(store._copier.engine, "save", fails)
+    monkeypatch.setattr(store._engine, "save", fails)
     save(store, list(range(8)))
     with pytest.raises(RuntimeError, match="thread failed") as raised:
         store.flush()

@@ -33,6 +33,19 @@ def test_two_reports_add_up_to_the_sums_the_last_gauges_and_all_samples():
     }
 
 
+def test_the_log_line_has_mib_counts_and_the_latest_gauges():
+    report = OffloadConnectorStats()
+    report.data["counters"] = {
+        "vllm:kv_offload_load_bytes": {"": 3 << 19},
+        "jaxkv:kv_offload_blocks_dropped": {"full": 2, "failed": 3},
+    }
+    report.data["gauges"] = {"jaxkv:kv_offload_host_blocks": {"": {"0": 8, "1": 9}}}
+    line = report.reduce()
+    unchanged = "stored MiB", "blocks stored", "blocks loaded", "host blocks evicted"
+    expected = {"loaded MiB": 1.5, "blocks dropped": 5, "host blocks": 17}
+    assert line == dict.fromkeys((*unchanged, "failed loads"), 0) | expected
+
+
 # The values that hosts or ranks report, a gauge only when it changes, and joined ones.
 JOINED = {
     "jaxkv:kv_offload_host_bytes": [({"0": 3, "1": 4}, 7), ({}, 7), ({"1": 6}, 9)],

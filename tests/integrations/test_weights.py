@@ -12,7 +12,7 @@ import pytest
 from jaxkv.integrations.weights import (
     UnknownWeightsError,
     describe_weights,
-    hub_folders_of,
+    hub_folder_of,
     process_started_s,
 )
 from tests.rigs.command_line import run_python
@@ -181,7 +181,7 @@ def test_a_snapshot_of_the_hub_is_its_commit_wherever_it_lies(tmp_path):
     refs = tmp_path / "a" / "models--org--name" / "refs"
     refs.mkdir()
     (refs / "main").write_text(COMMIT)
-    hub = {"hub_folders": (tmp_path / "a",)}
+    hub = {"hub_folder": tmp_path / "a"}
     assert describe_weights("org/name", **hub) == facts[0]
     assert describe_weights("org/name", OTHER, **hub) == facts[2]
     with pytest.raises(UnknownWeightsError, match=r"revision='v2'.* commit of 40"):
@@ -198,9 +198,9 @@ def test_what_is_neither_here_nor_on_the_hub_is_refused():
 
 
 def test_the_hubs_folder_is_the_environments():
-    assert hub_folders_of({"HF_HUB_CACHE": "/h", "HF_HOME": "/x"}) == ("/h",)
-    assert hub_folders_of({"XDG_CACHE_HOME": "/c"}) == ("/c/huggingface/hub",)
-    assert hub_folders_of({"HF_HOME": "/x"}, "/models") == ("/models",)
+    assert hub_folder_of({"HF_HUB_CACHE": "/h", "HF_HOME": "/x"}) == "/h"
+    assert hub_folder_of({"XDG_CACHE_HOME": "/c"}) == "/c/huggingface/hub"
+    assert hub_folder_of({"HF_HOME": "/x"}, "/models") == "/models"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -16,7 +16,7 @@ from jaxkv.integrations.vllm.pool import MARK_BYTES, PRIVATE_END
 from jaxkv.integrations.weights import (
     UnknownWeightsError,
     describe_weights,
-    hub_folders_of,
+    hub_folder_of,
     process_started_s,
     snapshot_of,
 )
@@ -55,7 +55,7 @@ class Adapters:
         """
         path = os.path.expanduser(str(getattr(lora, "lora_path", "")))
         if not os.path.isdir(path):
-            snapshot = snapshot_of(path, "main", hub_folders_of(os.environ))
+            snapshot = snapshot_of(path, "main", hub_folder_of(os.environ))
             if snapshot is None:
                 return None
             path = str(snapshot)

@@ -188,9 +188,6 @@ class VllmSettings(Settings):
 
 _VLLM_KEYS = settings.keys_of(VllmSettings)
 
-EXTRA_KEYS = (*FIELDS, *_VLLM_KEYS)
-"""All keys of ``kv_connector_extra_config``."""
-
 
 def table_of_keys() -> str:
     """Return the table of docs/vllm.md: what docs/configuration.md does not say."""
@@ -203,11 +200,6 @@ def table_of_keys() -> str:
     defaults = dataclasses.asdict(VllmSettings())
     rows |= {name: (key, defaults[name], "") for name, key in _VLLM_KEYS.items()}
     return settings.table_of(rows, has_scope=False)
-
-
-def names_of_shared_keys() -> list[str]:
-    """Return the keys that are served as docs/configuration.md describes them."""
-    return [name for name in FIELDS if name not in _RENAMED and name not in _TEXTS]
 
 
 @contextlib.contextmanager
@@ -344,10 +336,10 @@ class ConnectorConfig:
             offload = dataclasses.replace(offload, storage_label=label)
         events = getattr(vllm_config, "kv_events_config", None)
         cache_config = vllm_config.cache_config
-        layers = (
+        layers = [
             tuple(getattr(group, "layer_names", ()))
             for group in kv_cache_config.kv_cache_groups
-        )
+        ]
         return cls(
             groups,
             offload,
@@ -374,11 +366,12 @@ class ConnectorConfig:
 
 def read_extra_config(extra: Mapping[str, Any]) -> tuple[OffloadConfig, VllmSettings]:
     """Read ``kv_connector_extra_config``; ValueError for a bad key or value."""
+    valid = (*FIELDS, *_VLLM_KEYS)
     for name in extra:
-        if name not in EXTRA_KEYS:
+        if name not in valid:
             raise ValueError(
                 f"kv_connector_extra_config has no key {shown(name)}: "
-                f"{did_you_mean(str(name), EXTRA_KEYS)}."
+                f"{did_you_mean(str(name), valid)}."
             )
     alone = [name for name in extra if name.startswith(("storage_", "max_storage"))]
     if alone and extra.get("storage") is None:

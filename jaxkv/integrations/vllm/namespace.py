@@ -22,7 +22,7 @@ from jaxkv.integrations.weights import (
     Description,
     UnknownWeightsError,
     describe_weights,
-    hub_folders_of,
+    hub_folder_of,
     process_started_s,
 )
 
@@ -180,7 +180,7 @@ def _weights(vllm_config: Any, environ: Mapping[str, str]) -> Description:
         weights = describe_weights(
             str(weights_path or model.model),
             model.revision,
-            hub_folders=hub_folders_of(environ, load.download_dir),
+            hub_folder=hub_folder_of(environ, load.download_dir),
             read_since_s=process_started_s(),
         )
         # A branch may have moved while the weights were read. transformers records the

@@ -42,6 +42,24 @@ transfers, and vLLM must send each report to another process. But vLLM logs ever
 seconds, and nothing scrapes metrics more often than once a second.
 """
 
+# The figures of vLLM's log line.
+_ALWAYS_LOGGED = {
+    "stored MiB": "vllm:kv_offload_store_bytes",
+    "loaded MiB": "vllm:kv_offload_load_bytes",
+    "blocks stored": "jaxkv:kv_offload_blocks_stored",
+    "blocks loaded": "jaxkv:kv_offload_blocks_loaded",
+    "host blocks evicted": "jaxkv:kv_offload_host_blocks_evicted",
+    "blocks dropped": "jaxkv:kv_offload_blocks_dropped",
+    "failed loads": "jaxkv:kv_offload_load_failures",
+}
+_LOGGED = {
+    **_ALWAYS_LOGGED,
+    "blocks written to storage": "jaxkv:kv_offload_storage_blocks_written",
+    "blocks from storage": "jaxkv:kv_offload_storage_blocks_fetched",
+    "host blocks held": "jaxkv:kv_offload_host_blocks_held",
+    "host blocks": "jaxkv:kv_offload_host_blocks",
+}
+
 _COUNTERS, _GAUGES, _SAMPLES = "counters", "gauges", "samples"
 
 
@@ -98,33 +116,14 @@ class OffloadConnectorStats(find_name(_METRICS, "KVConnectorStats") or object): 
     def reduce(self) -> dict[str, int | float]:
         """Return the figures for vLLM's log since its last line."""
         counters, gauges = self.data[_COUNTERS], self.data[_GAUGES]
-
-        def count(name: str) -> float:
-            return float(sum(counters.get(name, {}).values()))
-
         line: dict[str, int | float] = {}
-        for title, name in (
-            ("stored MiB", "vllm:kv_offload_store_bytes"),
-            ("loaded MiB", "vllm:kv_offload_load_bytes"),
-        ):
-            line[title] = round(count(name) / 2**20, 1)
-        for title, name in (
-            ("blocks stored", "jaxkv:kv_offload_blocks_stored"),
-            ("blocks loaded", "jaxkv:kv_offload_blocks_loaded"),
-            ("host blocks evicted", "jaxkv:kv_offload_host_blocks_evicted"),
-            ("blocks dropped", "jaxkv:kv_offload_blocks_dropped"),
-            ("failed loads", "jaxkv:kv_offload_load_failures"),
-            ("blocks written to storage", "jaxkv:kv_offload_storage_blocks_written"),
-            ("blocks from storage", "jaxkv:kv_offload_storage_blocks_fetched"),
-        ):
-            if name in counters or "storage" not in name:
-                line[title] = int(count(name))
-        for title, name in (
-            ("host blocks held", "jaxkv:kv_offload_host_blocks_held"),
-            ("host blocks", "jaxkv:kv_offload_host_blocks"),
-        ):
+        for title, name in _LOGGED.items():
             if name in gauges:
                 line[title] = int(_joined(name, gauges[name][""].values()))
+            elif name in counters or title in _ALWAYS_LOGGED:
+                count = sum(counters.get(name, {}).values())
+                is_bytes = title.endswith("MiB")
+                line[title] = round(count / 2**20, 1) if is_bytes else int(count)
         return line
 
 
@@ -216,18 +215,14 @@ class OffloadPromMetrics(find_name(_METRICS, "KVConnectorPromMetrics") or object
         # The last values of gauges on all hosts or ranks, by engine, name and label.
         self._parts: defaultdict[tuple[int, str, str], dict[str, float]]
         self._parts = defaultdict(dict)
-        classes = {
-            "counter": self._counter_cls,
-            "gauge": self._gauge_cls,
-            "histogram": self._histogram_cls,
-        }
         for name, family in FAMILIES.items():
             options: dict[str, Any] = {}
             if family.kind == "gauge":
                 options["multiprocess_mode"] = "mostrecent"
             elif family.kind == "histogram":
                 options["buckets"] = family.buckets
-            self._metrics[name] = classes[family.kind](
+            # vLLM's base class has `_counter_cls` and the like.
+            self._metrics[name] = getattr(self, f"_{family.kind}_cls")(
                 name=name,
                 documentation=family.text,
                 labelnames=labelnames + family.label.split(),

@@ -13,7 +13,6 @@ from itertools import islice
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxkv import ConnectorOutput, OffloadWorker, TransferEngine
 from jaxkv._util import gib
@@ -53,9 +52,6 @@ from jaxkv.types import NO_BLOCK, PyTree
 
 _LOG = logging.getLogger("jaxkv")
 
-# Seconds to compile the programs on two cores, for the log line at the start.
-_COMPILING_S = 5.0
-_TOUCHED_BYTES = 32 << 20
 # The most steps whose reports vLLM has not passed on; more than its engines have.
 _MAX_STEPS_AHEAD = 16
 
@@ -205,16 +201,13 @@ class WorkerHalf:
         self._caches_by_pool = _caches_by_pool(config, runner)
         compression = _compression_of(config, caches)
         planned = config.planned_bytes // hosts
-        needed = planned + planned // 8
         _LOG.info(
             "allocating %s of host memory: %s for %s, and an eighth more as spare "
-            "memory, so that blocks stored together are adjacent; with compiling, this "
-            "takes about %.0f s",
-            gib(needed),
+            "memory, so that blocks stored together are adjacent",
+            gib(planned + planned // 8),
             gib(planned),
             f"{config.num_host_blocks} blocks"
             + (f" that {hosts} hosts share" if hosts > 1 else ""),
-            needed / _touched_bytes_per_s() + _COMPILING_S,
         )
         # Only the layout of the caches is kept.
         pools = self._pools(caches)
@@ -513,10 +506,12 @@ class WorkerHalf:
         by_rank: Mapping[str, ConnectorOutput] = {}
         if self._ranks is not None:
             report, by_rank = NO_REPORTS, self._ranks.cut(report)
-        head = report, self._num_lost_pools, adapters, is_listed
         self._num_reports += 1
         new = WorkerReport(
-            *head,
+            report,
+            self._num_lost_pools,
+            adapters,
+            is_listed,
             *rates,
             by_rank=by_rank,
             misfits=misfits,
@@ -679,10 +674,3 @@ def _fitting_staging_bytes(config: ConnectorConfig, caches: list[jax.Array]) -> 
         flag(2 * -(-num_bytes // len(devices))),
     )
     return fitting
-
-
-def _touched_bytes_per_s() -> float:
-    """Measure the rate of first writes to new memory, for an estimate."""
-    start_s = time.monotonic()
-    np.ones(_TOUCHED_BYTES, np.uint8)
-    return _TOUCHED_BYTES / max(time.monotonic() - start_s, 1e-6)
