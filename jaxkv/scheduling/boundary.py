@@ -646,9 +646,8 @@ class Boundary:
 
     def _is_there(self, keys: Sequence[BlockKey]) -> bool:
         """Whether no block has to be fetched, or is being fetched."""
-        if any(key in self.fetch_of for key in keys):
-            return False
-        return bool(self.upper.contains(keys).all())
+        is_fetching = any(key in self.fetch_of for key in keys)
+        return not is_fetching and bool(self.upper.contains(keys).all())
 
     def _fetch_sizes(self, num: int) -> Iterator[int]:
         """Yield the sizes to try: `num` blocks, then half and so on if truncatable."""

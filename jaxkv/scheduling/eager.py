@@ -75,6 +75,7 @@ class EagerStores(Chooser):
         self._min_block_size = min(spec.block_size for spec in groups)
         self._host = host
         self._rules = rules
+        self._is_batched = rules.store_batch > 0
         self._factor = rules.blocks_per_host_block
         self._stores = stores
         self._requests = requests
@@ -178,7 +179,8 @@ class EagerStores(Chooser):
                     table += new
             _clear(pool, blocks)
         self._new.clear()
-        self._scheduled.update(scheduled)
+        if self._is_batched:
+            self._scheduled.update(scheduled)
 
     def find_ready(
         self, scheduled: Mapping[str, int], preempted: Sequence[str], *, is_due: bool
@@ -194,11 +196,11 @@ class EagerStores(Chooser):
                 if progress is None:
                     continue
                 num_tokens = progress.request.num_computed_tokens
-                must_offer = (
+                if progress.min_tokens <= num_tokens < progress.next_tokens and not (
                     progress.is_behind and is_due and progress.refused_at != num_changes
-                )
-                is_quiet = progress.min_tokens <= num_tokens < progress.next_tokens
-                if (must_offer or not is_quiet) and name not in preempted:
+                ):
+                    continue
+                if name not in preempted:
                     due.append((name, progress))
             limits_of, keys_of = self._requests.check_stores, self._requests.of
             return [
@@ -222,6 +224,8 @@ class EagerStores(Chooser):
         """Look at the requests of `find_ready`; offer their blocks if it `is_due`."""
         if is_due:
             self._scheduled.clear()
+        if not ready:
+            return
         num_changes = self._stores.num_changes
         is_due &= not self._stores.is_congested
         for progress, limits, keys, num_scheduled in ready:
