@@ -148,14 +148,13 @@ class BlockCatalog:
 def join_extra_keys(
     row: Iterable[Any], extra_keys_of: Callable[[Any], tuple[Any, ...] | None]
 ) -> tuple[Any, ...] | None:
-    """Return the extra keys of a block of several device blocks, without repeats.
-
-    Offsets count from its first token.
-    """
+    """Join the extra keys of device blocks; offsets count from their first token."""
     keys: dict[Any, None] = {}
     start = 0
     for block in row:
         for key in extra_keys_of(block) or ():
-            keys[(key[0], key[1] + start) if isinstance(key, tuple) else key] = None
+            # Items of a prompt have offsets; older vLLMs' other keys are pairs, too.
+            has_offset = isinstance(key, tuple) and isinstance(key[1], int)
+            keys[(key[0], key[1] + start) if has_offset else key] = None
         start += len(block.tokens) // TOKEN_BYTES
     return tuple(keys) or None

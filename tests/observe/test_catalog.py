@@ -2,12 +2,14 @@
 
 import dataclasses
 from collections import Counter
+from operator import attrgetter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from jaxkv.keys.hashing import KeyChain, Namespace
-from jaxkv.observe.catalog import BlockCatalog
+from jaxkv.observe.catalog import BlockCatalog, join_extra_keys
 from jaxkv.tiers.base import DEVICE_MEDIUM, HOST_MEDIUM, OffloadingEvent
 from jaxkv.tiers.storage import STORAGE_MEDIUM
 from tests.rigs.listening import removed, stored
@@ -105,3 +107,12 @@ def test_a_block_of_several_is_known_if_all_its_device_blocks_are():
     assert catalog.blocks_of(keys[1], stored(keys[1], medium=DEVICE_MEDIUM)) == (
         later[1],
     )
+
+
+def test_extra_keys_of_older_vllms_are_joined_too():
+    """A salt is a pair there, and its second part no offset."""
+    pairs = ("cache_salt", "ab"), ("lora", "one")
+    row = [SimpleNamespace(tokens=bytes(16), keys=keys) for keys in (pairs, None)]
+    assert join_extra_keys(row, attrgetter("keys")) == pairs
+    row = [SimpleNamespace(tokens=bytes(16), keys=(("ab", -1), "s")) for _ in range(2)]
+    assert join_extra_keys(row, attrgetter("keys")) == (("ab", -1), "s", ("ab", 3))
