@@ -1,4 +1,4 @@
-"""How long a prompt takes to arrive from a store in windows, and by one call.
+"""Time for a prompt to arrive from a store, in windows and by one call.
 
 python benchmarks/storage_prompts.py [BLOCKS ...]
 

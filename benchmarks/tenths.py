@@ -1,4 +1,4 @@
-"""How far `hazard` falls behind LRU in a tenth of a trace, while it learns.
+"""Deficit of `hazard` against LRU in each tenth of a trace, while it learns.
 
 Tokens found by both, and hazard's less LRU's in the worst tenth of the requests: of
 each trace, and of thirds of two traces by turns: the traffic changes twice.

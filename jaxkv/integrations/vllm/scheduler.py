@@ -362,7 +362,7 @@ class SchedulerHalf:
         if worker is None or pool is None:
             return
         earlier, new = worker.end_transfers()
-        for report in earlier:  # vLLM has those that are unknown, and continues them.
+        for report in earlier:  # vLLM still delivers those that are new here.
             if report.number > self._num_reports:
                 self.note_report(report)
         if new is not None:
@@ -403,8 +403,8 @@ class SchedulerHalf:
         tracked.num_local_tokens = num_computed_tokens
         refusal = self._refusal(tracked, is_reset)
         if tracked.is_explained:
-            told = refusal or self.scheduler.explain(tracked, num_computed_tokens)
-            tracked.explanation = str(told)
+            offer = refusal or self.scheduler.explain(tracked, num_computed_tokens)
+            tracked.explanation = str(offer)
         if refusal is not None:
             return 0, False
         if request.request_id in self._must_wait:
@@ -575,7 +575,7 @@ class SchedulerHalf:
         part = report.output
         if report.number:
             if report.number <= self._num_reports:
-                return part  # `_end_transfers` has processed it.
+                return part  # `end_transfers` has processed it.
             self._num_reports = report.number
         if self._config.num_ranks > 1:
             part = report.by_rank.get(self._sender, NO_REPORTS)
