@@ -38,11 +38,12 @@ def run(
             words = module, address, num_processes, number, *arguments
             with logs[-1].open("w") as log:
                 children.append(Child("-m", *words, stdout=log, stderr=log))
-        awaited = [child for n, child in enumerate(children) if n not in lost_processes]
-        patience = Patience([child.pid for child in awaited], max_cpu_s)
-        while any(child.poll() is None for child in awaited):
+        awaited = [n for n in range(num_processes) if n not in lost_processes]
+        failed = []
+        patience = Patience([children[n].pid for n in awaited], max_cpu_s)
+        while any(children[n].poll() is None for n in awaited):
             # One that has failed leaves the others waiting for it.
-            failed = any(child.poll() not in (None, *ends) for child in awaited)
+            failed = [n for n in awaited if children[n].poll() not in (None, *ends)]
             if failed or patience.is_over:
                 break
             time.sleep(0.05)
@@ -51,8 +52,10 @@ def run(
             child.kill()
             child.wait()
     said = [log.read_text() for log in logs]
-    for child in awaited:
-        assert child.returncode in ends, "\n---\n".join(said)
+    # Those that have failed first: a killed one says nothing of why.
+    for n in (*failed, *awaited):
+        status = children[n].returncode
+        assert status in ends, f"process {n} exited with {status}:\n{said[n]}"
     return said
 
 
