@@ -240,6 +240,7 @@ class Request:
         self.num_computed_tokens = self.num_output_placeholders = 0
         self.num_cached, self.num_loading, self.phase = 0, 0, "waiting"
         self.num_read = [0] * len(self.groups)
+        self.num_planned = 0  # Tokens before the last step that was planned.
         self.unknown, self.new_blocks = [], [[] for _ in self.groups]
         self.kv = []  # The KV of its tokens, of those that are in its blocks.
 
@@ -296,6 +297,7 @@ class BorrowedEngine:
         self.last, self.is_calm, self.num_requests = [], False, 0
         self.stories = [[rng.randrange(3) for _ in range(20)] for _ in range(2)]
         self.taken_back = []  # What requests were before their tokens were taken back.
+        self.left_early = set()  # Contents that left a window before any plan saw them.
 
     def run(self, num_steps):
         try:
@@ -351,7 +353,7 @@ class BorrowedEngine:
         return None
 
     def start(self, request, phase):
-        request.phase = phase
+        request.phase, request.num_planned = phase, request.num_computed_tokens
         request.fill(request.num_computed_tokens, request.weights)
         self.running.append(request)
 
@@ -520,6 +522,14 @@ class BorrowedEngine:
                 return num * SIZE, tables
         return 0, [[] for _ in self.groups]
 
+    def contents_read(self, request, num):
+        """Return what a hit of `num` blocks needs in all groups."""
+        return [
+            self.content(request, group, place)
+            for group, spec in enumerate(self.groups)
+            for place in range(truth.first_block_read(spec, num * SIZE), num)
+        ]
+
     def query(self, request, num_found):
         if self.hooks:
             return self.hooks.query(request, num_found)
@@ -681,6 +691,9 @@ class BorrowedEngine:
         for group, table in enumerate(request.tables):
             spec = self.groups[group]
             first = min(truth.first_block_read(spec, num), len(table))
+            places = range(request.num_planned // SIZE, first)
+            contents = [self.content(request, group, p) for p in places if table[p]]
+            self.left_early.update(contents)
             self.give_back(table[:first])
             table[:first] = [0] * first
             request.first_held[group] = max(request.first_held[group], first)
@@ -703,6 +716,7 @@ class BorrowedEngine:
         for request, num in shares.values():
             request.new_blocks = [[] for _ in self.groups]
             start, end = request.num_computed_tokens, request.num_computed_tokens + num
+            request.num_planned = start
             request.fill(end, self.weights)
             kv = np.array(request.kv)
             for group, table in enumerate(request.tables):
@@ -782,7 +796,10 @@ class BorrowedEngine:
             request = Request(f"after {number}", *options)
             offer = self.query(request, 0)
             self.free(request)
-            num = num_computed // SIZE * SIZE
+            num = num_computed // SIZE
+            while not self.left_early.isdisjoint(self.contents_read(request, num)):
+                num -= 1
+            num *= SIZE
             assert offer >= num, f"never stored: {offer} of {num} tokens of {tokens}"
             self.counts["served requests found on the host"] += 1
 
