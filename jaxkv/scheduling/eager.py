@@ -8,11 +8,12 @@ from operator import gt
 from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from jaxkv.keys.packed import PackedKeys
 from jaxkv.scheduling.chooser import Chooser
 from jaxkv.scheduling.listening import Listeners, Offer, Passes
-from jaxkv.scheduling.places import Places
+from jaxkv.scheduling.places import Places, Table
 from jaxkv.scheduling.protocol import Request
 from jaxkv.scheduling.requests import Requests, Rows, rows_of
 from jaxkv.scheduling.rules import NO_LIMIT, OffloadRules
@@ -22,7 +23,7 @@ from jaxkv.tiers.bare import REORDER_SHARE
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.index import BlockIndex
 from jaxkv.tiers.pools import BorrowedPool, DevicePool
-from jaxkv.types import NULL_BLOCK, BlockKey
+from jaxkv.types import BlockKey
 
 
 @dataclasses.dataclass
@@ -30,7 +31,7 @@ class _Progress:
     """The stores of a request so far. Lists have one item per group."""
 
     request: Request
-    tables: list[list[int]]  # Its device blocks; `Places` says which are still its own.
+    tables: list[Table]  # Its device blocks; `Places` says which are still its own.
     keys: Sequence[PackedKeys]  # The keys that its tokens had last.
     num_offered: list[int]  # How many first blocks were hits, or were offered.
     limits: tuple[int, int]  # The last result of `Requests.check_stores`.
@@ -115,13 +116,17 @@ class EagerStores(Chooser):
             return
         name, factor, groups = request.request_id, self._factor, self._groups
         num_local = num_local or 0
-        num_found = [num_local // spec.block_size for spec in groups]
-        _clear(pool, self._places.admit(name, tables, num_found))
+        own = [
+            self._places.admit(table, num_local // spec.block_size)
+            for spec, table in zip(groups, tables, strict=True)
+        ]
+        for spec, table in zip(groups, own, strict=True):
+            _clear(pool, table.ids[num_local // spec.block_size :])
         num_tokens = num_local + num_external
         offered = [num_tokens // spec.block_size // factor * factor for spec in groups]
         nothing = [0] * len(groups)
         progress = _Progress(
-            request, tables, tuple(keys), offered, limits, nothing, is_ordered=True
+            request, own, tuple(keys), offered, limits, nothing, is_ordered=True
         )
         if self._rules.pause_unused_stores:
             progress.is_skipped = self._pause.skips(keys[0])
@@ -150,9 +155,9 @@ class EagerStores(Chooser):
         progress = self._progress.get(name)
         if progress is None:
             return False
-        _clear(pool, self._places.replace(name, progress.tables, tables))
-        progress.request, progress.tables = request, tables
-        progress.limits = limits
+        for table, blocks in zip(progress.tables, tables, strict=True):
+            _clear(pool, self._places.replace(table, blocks))
+        progress.request, progress.limits = request, limits
         keys = self._requests.of(request)
         self._check_content(pool, progress, keys, is_end=is_end)
         return True
@@ -167,17 +172,14 @@ class EagerStores(Chooser):
         """Record which requests a step computes, their new blocks, and preemptions."""
         for name in preempted:
             self._progress.pop(name, None)
-            self._places.forget(name)
         for name, tables in new_tables.items():
             progress = self._progress.get(name)
-            if progress is None:
-                blocks = [block for table in tables for block in table]
-                self._places.give(blocks)
-            else:
-                blocks = self._places.extend(name, tables)
-                for table, new in zip(progress.tables, tables, strict=True):
-                    table += new
-            _clear(pool, blocks)
+            for group, blocks in enumerate(tables):
+                if progress is None:
+                    given = self._places.give(blocks)
+                else:
+                    given = self._places.extend(progress.tables[group], blocks)
+                _clear(pool, given)
         self._new.clear()
         if self._is_batched:
             self._scheduled.update(scheduled)
@@ -253,7 +255,6 @@ class EagerStores(Chooser):
             return
         if name in self._new:
             self._new.remove(name)
-            self._places.forget(name)
             return
         progress.request, progress.limits = request, limits
         keys = self._requests.by_request[name]  # They were just checked.
@@ -264,7 +265,6 @@ class EagerStores(Chooser):
         if self._listeners.offered:
             blocks = keys[0], 0, self._num_full(progress, keys)[0]
             self._notify(pool, progress, *blocks, num_waiting, True, can_store)
-        self._places.forget(name)
 
     def _notify(
         self,
@@ -365,11 +365,10 @@ class EagerStores(Chooser):
         num_computed = self._num_full(progress, keys, progress.limits[0])
         if isinstance(pool, BorrowedPool):
             for group, end in enumerate(num_computed):
-                first, table = progress.num_computed[group], progress.tables[group]
+                first = progress.num_computed[group]
                 if first < end:
-                    blocks = table[first:end]
-                    valid = self._places.are_valid(name, group, first, blocks)
-                    pool.record(blocks, keys[group][first:end], valid)
+                    blocks = self._places.read(progress.tables[group], first, end)
+                    pool.record(blocks, keys[group][first:end])
         progress.num_computed = list(map(max, progress.num_computed, num_computed))
         progress.next_tokens = self._next_tokens(progress)
         offered, num_full = progress.num_offered, self._num_full(progress, keys)
@@ -379,7 +378,7 @@ class EagerStores(Chooser):
         self, pool: DevicePool, progress: _Progress, num_tokens: int, *, is_end: bool
     ) -> None:
         """Void the computed blocks that a request overwrites from a token on."""
-        name, factor = progress.request.request_id, self._factor
+        factor = self._factor
         for group, spec in enumerate(self._groups):
             first = num_tokens // spec.block_size
             # Others may store what the last step has written.
@@ -391,9 +390,8 @@ class EagerStores(Chooser):
             progress.num_offered[group] = min(progress.num_offered[group], kept)
             progress.whole_at = progress.refused_at = -1
             if not is_end:
-                blocks = progress.tables[group][first:]
-                self._places.rewind(name, group, first, blocks)
-                self._stores.void(pool, blocks)
+                blocks = self._places.rewind(progress.tables[group], first)
+                self._stores.void(pool, blocks.tolist())
                 _clear(pool, blocks)
 
     def _check_keys(
@@ -500,8 +498,8 @@ class EagerStores(Chooser):
         """Return which blocks [start, end) may be stored; [first, end) only if held."""
         passes = np.ones(end - start, np.bool_)
         if isinstance(pool, DeviceBlockPool):  # `holds` of other pools is slow.
-            table = progress.tables[0][first:end]
-            passes[first - start :] = pool.holds(table, keys[first:end])
+            blocks = progress.tables[0].ids[first:end]
+            passes[first - start :] = pool.holds(blocks, keys[first:end])
         admitted = self._host.pass_mask(keys[start:end])
         if admitted is not None:
             passes &= admitted
@@ -529,20 +527,14 @@ class EagerStores(Chooser):
         end: list[int],
     ) -> Rows:
         """Return the blocks [first[g], end[g]) of all groups g, or null, as rows."""
-        tables, name = list(progress.tables), progress.request.request_id
-        for group, table in enumerate(tables):
-            blocks = table[first[group] : end[group]]
-            valid = self._places.are_valid(name, group, first[group], blocks)
-            if valid is not None:
-                tables[group] = table = list(table)
-                for row in np.flatnonzero(~valid).tolist():
-                    table[first[group] + row] = NULL_BLOCK
-        return rows_of(self._groups, keys, tables, first, end, self._factor)
+        spans = zip(progress.tables, first, end, strict=True)
+        blocks = [self._places.read(*span) for span in spans]
+        return rows_of(self._groups, keys, blocks, first, end, self._factor)
 
 
-def _clear(pool: DevicePool, block_ids: Sequence[int]) -> None:
+def _clear(pool: DevicePool, block_ids: NDArray[np.int64]) -> None:
     """Forget what a pool knows of blocks that were given to a request."""
     if isinstance(pool, BorrowedPool):
         pool.forget(block_ids)
     elif pool.unwritten:
-        pool.unwritten.difference_update(block_ids)
+        pool.unwritten.difference_update(block_ids.tolist())

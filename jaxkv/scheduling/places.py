@@ -2,108 +2,101 @@
 
 from __future__ import annotations
 
-from array import array
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxkv.tiers.base import as_ids
 from jaxkv.types import NULL_BLOCK
 
 _NEVER = np.iinfo(np.int64).max
-_FEW = 8  # Up to so many entries, a Python loop is faster than NumPy.
+
+
+@dataclasses.dataclass(eq=False)
+class Table:
+    """A request's block table for one group: its first `num` entries are in use.
+
+    An entry is a place: a block, and the time at which the request got it.
+    """
+
+    ids: NDArray[np.int64]
+    times: NDArray[np.int64]
+    num: int
+
+    def __len__(self) -> int:
+        return self.num
 
 
 class Places:
-    """The versions of the device's blocks, and those that each request's tables name.
+    """The versions of the device's blocks: when each was last given to a request.
 
-    An entry of a block table is a place: a block, and the time at which its request got
-    it. Whoever gets the block later voids the entry for good, even if the block is then
-    given to a request with the same prefix. Times count calls of `give`.
+    Whoever gets a block voids all older entries of tables for good, even if the block
+    is then given to a request with the same prefix. Times count calls of `_give`.
     """
-
-    # Times only grow: states that differ in nothing else are equal.
-    _NOT_DIGESTED = True
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks, self._now = num_blocks, 0
-        # i64[B]. The last time at which each block was given to a request.
-        self._given = np.zeros(num_blocks, np.int64)
+        self._given = np.zeros(num_blocks, np.int64)  # i64[B]
         self._given[NULL_BLOCK] = _NEVER  # The null block holds nothing.
-        # By request and group: the time of each entry of its table.
-        self._times: dict[str, list[list[int]]] = {}
 
-    def give(self, blocks: Sequence[int]) -> int:
+    def _give(self, ids: NDArray[np.int64]) -> int:
         """Void all entries of blocks; return the time of the entries that follow."""
         self._now += 1
-        given = self._given
-        if len(blocks) <= _FEW:
-            for block in blocks:
-                given[block] = self._now
-        else:
-            given[np.frombuffer(array("q", blocks), np.int64)] = self._now
-        given[NULL_BLOCK] = _NEVER
+        self._given[ids] = self._now
+        self._given[NULL_BLOCK] = _NEVER
         return self._now
 
-    def admit(
-        self, name: str, tables: Sequence[list[int]], num_found: Sequence[int]
-    ) -> list[int]:
-        """Give blocks to a request, except those found cached; return the blocks."""
-        pairs = zip(tables, num_found, strict=True)
-        given = [block for table, num in pairs for block in table[num:]]
-        now = self.give(given)
-        self._times[name] = [[now] * len(table) for table in tables]
-        return given
+    def give(self, blocks: Sequence[int]) -> NDArray[np.int64]:
+        """Give blocks to a request without tables; return them."""
+        ids = as_ids(blocks)
+        self._give(ids)
+        return ids
 
-    def extend(self, name: str, tables: Sequence[list[int]]) -> list[int]:
-        """Give more blocks to a request, for each group; return the blocks."""
-        given = [block for table in tables for block in table]
-        now = self.give(given)
-        for times, table in zip(self._times[name], tables, strict=True):
-            times += [now] * len(table)
-        return given
+    def admit(self, blocks: Sequence[int], num_found: int) -> Table:
+        """Give blocks to a request, except the first ones, which were found cached."""
+        ids = as_ids(blocks)
+        now = self._give(ids[num_found:])
+        return Table(ids, np.full(len(ids), now), len(ids))
 
-    def replace(
-        self, name: str, tables: Sequence[list[int]], new_tables: Sequence[list[int]]
-    ) -> list[int]:
-        """Replace a request's tables; return the blocks that were given to it.
+    def extend(self, table: Table, blocks: Sequence[int]) -> NDArray[np.int64]:
+        """Give more blocks to a request; return them."""
+        ids, first, end = as_ids(blocks), table.num, table.num + len(blocks)
+        now = self._give(ids)
+        if end > len(table.ids):
+            room = np.zeros(end, np.int64)
+            table.ids = np.concatenate([table.ids[:first], room])
+            table.times = np.concatenate([table.times[:first], room])
+        table.ids[first:end], table.times[first:end] = ids, now
+        table.num = end
+        return ids
+
+    def replace(self, table: Table, blocks: Sequence[int]) -> NDArray[np.int64]:
+        """Replace the blocks of a table; return those that were given to the request.
 
         An entry that stays keeps its time, which may have voided it.
         """
-        given, all_times = [], self._times[name]
-        for group, (table, new) in enumerate(zip(tables, new_tables, strict=True)):
-            times = all_times[group]
-            num = min(len(table), len(new))
-            changed = list(range(num, len(new)))
-            if table[:num] != new[:num]:
-                changed += [i for i in range(num) if table[i] != new[i]]
-            now = self.give([new[index] for index in changed]) if changed else 0
-            all_times[group] = times = [*times[:num], *[now] * (len(new) - num)]
-            for index in changed:
-                times[index] = now
-            given += [new[index] for index in changed]
+        ids = as_ids(blocks)
+        num = min(len(ids), table.num)
+        is_new = np.ones(len(ids), np.bool_)
+        is_new[:num] = ids[:num] != table.ids[:num]
+        given = ids[is_new]
+        times = np.zeros(len(ids), np.int64)
+        times[:num] = table.times[:num]
+        if len(given):
+            times[is_new] = self._give(given)
+        table.ids, table.times, table.num = ids, times, len(ids)
         return given
 
-    def rewind(self, name: str, group: int, first: int, blocks: Sequence[int]) -> None:
+    def rewind(self, table: Table, first: int) -> NDArray[np.int64]:
         """Give a request its own blocks from an index on, which it overwrites."""
-        now = self.give(blocks)
-        times = self._times[name][group]
-        times[first:] = [now] * len(blocks)
+        ids = table.ids[first : table.num]
+        table.times[first : table.num] = self._give(ids)
+        return ids
 
-    def are_valid(
-        self, name: str, group: int, first: int, blocks: Sequence[int]
-    ) -> NDArray[np.bool_] | None:
-        """Return bool[n]: which entries from `first` on are valid; None if all are."""
-        times, given = self._times[name][group], self._given
-        if len(blocks) <= _FEW and all(
-            given[block] <= times[first + row] for row, block in enumerate(blocks)
-        ):
-            return None
-        ids = np.frombuffer(array("q", blocks), np.int64)
-        bounds = np.frombuffer(array("q", times[first : first + len(blocks)]), np.int64)
-        valid: NDArray[np.bool_] = given[ids] <= bounds
-        return None if valid.all() else valid
-
-    def forget(self, name: str) -> None:
-        """Forget the tables of a request that has left."""
-        self._times.pop(name, None)
+    def read(self, table: Table, first: int, end: int) -> NDArray[np.int64]:
+        """Return the block ids of entries [first, end), or null where they are void."""
+        ids = table.ids[first:end]
+        is_valid = self._given[ids] <= table.times[first:end]
+        return ids if is_valid.all() else np.where(is_valid, ids, NULL_BLOCK)

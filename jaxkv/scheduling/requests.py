@@ -37,28 +37,28 @@ class Rows(NamedTuple):
 
     keys: Sequence[BlockKey]  # [n]; a row has the key of its last device block.
     device_keys: Sequence[BlockKey]  # [n * m]
-    device_blocks: Sequence[int] | NDArray[np.int64]  # [n * m]
+    device_blocks: NDArray[np.int64]  # [n * m]
     groups: NDArray[np.intp] | None  # [n], the group of each row; None for one group.
 
 
 def rows_of(
     groups: tuple[GroupSpec, ...],
     keys: Sequence[Sequence[BlockKey]],
-    tables: Sequence[Sequence[int]],
+    blocks: Sequence[NDArray[np.int64]],
     first: Sequence[int],
     end: Sequence[int],
     factor: int,
 ) -> Rows:
-    """Return the blocks [first[g], end[g]) of all groups g as rows in token order.
+    """Return `blocks`, those [first[g], end[g]) of all groups g, as rows by token.
 
     A row has `factor` blocks; all of `first` and `end` are multiples of it.
     """
     if len(groups) == 1:
-        device_keys, table = keys[0], tables[0]
+        device_keys = keys[0]
         if first[0] or end[0] < len(device_keys):
             device_keys = device_keys[first[0] : end[0]]
         row_keys = device_keys if factor == 1 else device_keys[factor - 1 :: factor]
-        return Rows(row_keys, device_keys, table[first[0] : end[0]], None)
+        return Rows(row_keys, device_keys, blocks[0], None)
     # With several groups, a row is one block (`check_groups`).
     spans = [slice(*ends) for ends in zip(first, end, strict=True)]
     end_tokens = [
@@ -68,10 +68,8 @@ def rows_of(
     order = np.argsort(np.concatenate(end_tokens), kind="stable")
     row_groups = np.repeat(np.arange(len(groups)), list(map(len, end_tokens)))[order]
     all_keys = [key for ks, span in zip(keys, spans, strict=True) for key in ks[span]]
-    blocks = [b for table, span in zip(tables, spans, strict=True) for b in table[span]]
     ordered_keys = [all_keys[row] for row in order.tolist()]
-    ordered_blocks = [blocks[row] for row in order.tolist()] if blocks else []
-    return Rows(ordered_keys, ordered_keys, ordered_blocks, row_groups)
+    return Rows(ordered_keys, ordered_keys, np.concatenate(blocks)[order], row_groups)
 
 
 def keys_by_group(request: Request, num_groups: int) -> Sequence[Sequence[BlockKey]]:
@@ -282,9 +280,9 @@ class Requests:
         """Return the keys of a request's host blocks in token order."""
         if self._num_groups == self._factor == 1:
             return keys[0]
-        no_tables: list[list[int]] = [[] for _ in keys]
         first, end = [0] * len(keys), list(map(len, keys))
-        return rows_of(self._groups, keys, no_tables, first, end, self._factor).keys
+        no_blocks = [np.zeros(num, np.int64) for num in end]
+        return rows_of(self._groups, keys, no_blocks, first, end, self._factor).keys
 
     def record_lookup(self, request: Request) -> bool:
         """Record a lookup; return whether keys were rewritten since the last one."""

@@ -147,19 +147,13 @@ class BorrowedPool:
                 self._cached[block_id] = key, content
         return skipped
 
-    def record(
-        self,
-        block_ids: BlockIds,
-        keys: Sequence[BlockKey],
-        valid: NDArray[np.bool_] | None = None,
-    ) -> None:
-        """Record the keys of blocks that a request has computed; bool[n] selects some.
+    def record(self, block_ids: BlockIds, keys: Sequence[BlockKey]) -> None:
+        """Record the keys of blocks that a request has computed, except null blocks.
 
         `OffloadScheduler` calls it.
         """
-        for row, (block_id, key) in enumerate(self._pairs(block_ids, keys)):
-            is_valid = valid is None or valid[row]
-            if is_valid and block_id != NULL_BLOCK and block_id not in self.unwritten:
+        for block_id, key in self._pairs(block_ids, keys):
+            if block_id != NULL_BLOCK and block_id not in self.unwritten:
                 self._cached[block_id] = key, self._content_of(block_id)
 
     def forget(self, block_ids: BlockIds) -> None:

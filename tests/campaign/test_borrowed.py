@@ -53,7 +53,7 @@ class TrustingCaps(dict):
 
 
 def table_entries_stay_valid(patch):
-    patch.setattr(Places, "are_valid", lambda *_: None)
+    patch.setattr(Places, "read", lambda _, table, first, end: table.ids[first:end])
 
 
 def hits_are_offered_at_once(patch):
