@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from jaxkv.keys.packed import PackedKeys
 from jaxkv.scheduling.protocol import Request
 from jaxkv.tiers.pools import DevicePool
@@ -29,7 +32,7 @@ class Chooser:
         pool: DevicePool,
         request: Request,
         keys: Sequence[PackedKeys],
-        tables: list[list[int]],
+        tables: list[NDArray[np.int64]],
         num_local: int | None,
         num_external: int,
         limits: tuple[int, int],
@@ -45,7 +48,7 @@ class Chooser:
         self,
         pool: DevicePool,
         request: Request,
-        tables: list[list[int]],
+        tables: list[NDArray[np.int64]],
         limits: tuple[int, int],
         *,
         is_end: bool = False,
@@ -66,7 +69,7 @@ class Chooser:
         self,
         pool: DevicePool,
         scheduled: Mapping[str, int],
-        new_tables: Mapping[str, list[list[int]]],
+        new_tables: Mapping[str, list[NDArray[np.int64]]],
         preempted: Iterable[str],
     ) -> None:
         """Record which requests a step computes, their new blocks, and preemptions."""

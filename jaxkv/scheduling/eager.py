@@ -105,7 +105,7 @@ class EagerStores(Chooser):
         pool: DevicePool,
         request: Request,
         keys: Sequence[PackedKeys],
-        tables: list[list[int]],
+        tables: list[NDArray[np.int64]],
         num_local: int | None,
         num_external: int,
         limits: tuple[int, int],
@@ -145,7 +145,7 @@ class EagerStores(Chooser):
         self,
         pool: DevicePool,
         request: Request,
-        tables: list[list[int]],
+        tables: list[NDArray[np.int64]],
         limits: tuple[int, int],
         *,
         is_end: bool = False,
@@ -166,7 +166,7 @@ class EagerStores(Chooser):
         self,
         pool: DevicePool,
         scheduled: Mapping[str, int],
-        new_tables: Mapping[str, list[list[int]]],
+        new_tables: Mapping[str, list[NDArray[np.int64]]],
         preempted: Iterable[str],
     ) -> None:
         """Record which requests a step computes, their new blocks, and preemptions."""
@@ -176,10 +176,10 @@ class EagerStores(Chooser):
             progress = self._progress.get(name)
             for group, blocks in enumerate(tables):
                 if progress is None:
-                    given = self._places.give(blocks)
+                    self._places.give(blocks)
                 else:
-                    given = self._places.extend(progress.tables[group], blocks)
-                _clear(pool, given)
+                    self._places.extend(progress.tables[group], blocks)
+                _clear(pool, blocks)
         self._new.clear()
         if self._is_batched:
             self._scheduled.update(scheduled)

@@ -139,7 +139,7 @@ class Loads:
         pool: DevicePool,
         request: Request,
         keys: Sequence[Sequence[BlockKey]],
-        tables: Sequence[Sequence[int]],
+        tables: Sequence[NDArray[np.int64]],
         num_external_tokens: int,
     ) -> Load | None:
         """Load the offer's first tokens into the block tables; return that load."""
@@ -291,12 +291,10 @@ def joined(arrays: Sequence[Ids]) -> Ids:
 def find_targets(
     load: Load,
     groups: tuple[GroupSpec, ...],
-    block_ids: Sequence[Sequence[int]],
+    tables: Sequence[NDArray[np.int64]],
     num_tokens: int,
 ) -> Ids:
     """Return the targets i32[r, m] of a load up to `num_tokens`, in blocks by group."""
-    tables = [np.array(ids, np.int32) for ids in block_ids]
-
     indices = load.row_indices
     targets = np.full(indices.shape, NO_BLOCK, np.int32)
     for group, (spec, table) in enumerate(zip(groups, tables, strict=True)):
@@ -329,7 +327,7 @@ def mark_skipped(
     groups: tuple[GroupSpec, ...],
     pool: DevicePool,
     keys: Sequence[Sequence[BlockKey]],
-    tables: Sequence[Sequence[int]],
+    tables: Sequence[NDArray[np.int64]],
     num_local: int | None,
     num_external: int,
     load: Load | None,
@@ -343,7 +341,7 @@ def mark_skipped(
     such blocks after the first `num_local` tokens.
     """
     if num_local is None:
-        return [list(table) for table in tables]
+        return [table.tolist() for table in tables]
     written = NO_IDS if load is None else load.written_blocks
     new_tables = []
     unwritten: list[int] = []
@@ -353,7 +351,7 @@ def mark_skipped(
         end = (num_local + num_external) // spec.block_size
         if isinstance(spec, FullAttention):
             start = end = 0  # All blocks are read.
-        head, tail = np.array(table[:end], np.int32), list(table[end:])
+        head, tail = table[:end], table[end:].tolist()
         # The request may compute into a block that is also in the head of the table.
         is_unwritten = ~np.isin(head, [NULL_BLOCK, *written.tolist(), *tail])
         # Device hits are written if the pool holds their keys. Where none is read, an
@@ -369,7 +367,7 @@ def mark_skipped(
         skipped += head[is_unwritten].tolist()
         new_tables.append([*np.where(is_unwritten, NULL_BLOCK, head).tolist(), *tail])
     if pool.unwritten:
-        pool.unwritten.difference_update(*tables)
+        pool.unwritten.difference_update(np.concatenate(tables).tolist())
     pool.unwritten.update(unwritten)
     if load is not None:
         load.skipped = skipped

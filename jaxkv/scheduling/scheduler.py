@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Self, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from jaxkv._util import check_type, strict_class
 from jaxkv.policies.base import Policy
@@ -423,7 +424,7 @@ class OffloadScheduler(Reporting):
                 requests.forget(name)
             raise
         # A request that declines and has no blocks stays in the engine's queue.
-        begins = bool(num_external) or any(tables)
+        begins = bool(num_external) or any(map(len, tables))
         for boundary in self.below:
             (boundary.forget if begins else boundary.decline)(name)
         hits = requests.end_lookup(name), num_external
@@ -437,7 +438,7 @@ class OffloadScheduler(Reporting):
         if begins and name not in requests.begun:
             self._begin(request, keys, *hits)
         if self._is_all_read:
-            return [list(table) for table in tables]
+            return [table.tolist() for table in tables]
         return mark_skipped(self.groups, pool, keys, tables, *hits, load)
 
     def _begin(
@@ -715,7 +716,7 @@ class OffloadScheduler(Reporting):
         for boundary in self._storage:
             boundary.disable()
 
-    def _tables(self, request_id: str, table: BlockTable) -> list[list[int]]:
+    def _tables(self, request_id: str, table: BlockTable) -> list[NDArray[np.int64]]:
         """Check a block table; return it as one list per group."""
         num_blocks = self._pool.num_blocks
         return checked_tables(request_id, table, len(self.groups), num_blocks)

@@ -203,7 +203,7 @@ class StrictOffloadScheduler(OffloadScheduler):
         for name, table in output.new_block_ids.items():
             if name not in self._requests:
                 raise StrictError(_unknown(name, "new_block_ids"))
-            tables = self._tables(name, table)
+            tables = [ids.tolist() for ids in self._tables(name, table)]
             self._check_held("SchedulerOutput.new_block_ids", name, tables)
             entry = self._requests[name]
             if entry.tables:  # A request that has no blocks yet has no tables.
