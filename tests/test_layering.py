@@ -38,7 +38,7 @@ CEILINGS = {
     "transfer": 9_205,
     "tiers": 4_347,
     "search": 581,
-    "scheduling": 10_073,
+    "scheduling": 10_069,
     "observe": 1_627,
     "strict": 1_143,
     "config": 939,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from collections.abc import Iterator
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from jaxkv._util import settings, shown
 from jaxkv._util.settings import ConfigError, Fault, Key, Settings, exclusion
 from jaxkv.policies import policy_names
-from jaxkv.scheduling.whatif.shadows import parse_shadows
 from jaxkv.search.groups import FullAttention, GroupSpec, alignment
 
 WriteRule: TypeAlias = Literal["on_reuse", "on_evict", "through"]
@@ -23,6 +23,50 @@ _MAX_BATCH_BLOCKS = 64
 
 NO_LIMIT = 1 << 62
 """More tokens than a request has."""
+
+
+OFF = "off"
+"""The name of a shadow without hits: the engine without a host tier."""
+
+_MAX_SHADOWS = 16
+_FACTOR = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
+
+
+class Shadow(NamedTuple):
+    """An alternative to the host tier that serves."""
+
+    policy: str  # Or `OFF`.
+    factor: float  # Its size, as a multiple of the serving tier's; 0 for `OFF`.
+
+
+def parse_shadows(text: str) -> tuple[Shadow, ...]:
+    """Parse the setting `shadow`: policies with multiples of the serving tier's size.
+
+    Example:
+        >>> parse_shadows("lru*0.5,2; hazard*1; off")[1:]
+        (Shadow(policy='lru', factor=2.0), Shadow(policy='hazard', factor=1.0), \
+Shadow(policy='off', factor=0.0))
+    """
+    shadows: list[Shadow] = []
+    for part in text.split(";"):
+        policy, star, factors = map(str.strip, part.partition("*"))
+        if policy == OFF and not star:
+            shadows.append(Shadow(OFF, 0.0))
+            continue
+        if policy not in policy_names():
+            names = ", ".join(policy_names())
+            raise ValueError(f"{shown(policy)} must be one of {names}, or {OFF}")
+        for factor in factors.split(","):
+            number = factor.strip()
+            if not _FACTOR.fullmatch(number) or not 0.01 <= float(number) <= 100:
+                raise ValueError(
+                    f"{shown(number)} must be a multiple of the host tier's size, from "
+                    f"0.01 to 100, as in {policy}*0.5,2"
+                )
+            shadows.append(Shadow(policy, float(number)))
+    if len(set(shadows)) < len(shadows) or len(shadows) > _MAX_SHADOWS:
+        raise ValueError(f"name at most {_MAX_SHADOWS} shadows, and each only once")
+    return tuple(shadows)
 
 
 def _checked_shadow(text: object) -> str:

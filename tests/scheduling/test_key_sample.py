@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from jaxkv.keys.packed import PackedKeys, key_from_int, keys_to_words
+from jaxkv.scheduling.rules import parse_shadows
 from jaxkv.scheduling.whatif.key_sample import KeySample
-from jaxkv.scheduling.whatif.shadows import Shadows, parse_shadows
+from jaxkv.scheduling.whatif.shadows import Shadows
 
 HEAD = [key_from_int(number) for number in range(40)]
 

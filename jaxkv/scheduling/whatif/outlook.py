@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxkv._util import percent_text, rounded_size, time_text
-from jaxkv.scheduling.whatif.shadows import OFF, ShadowCount
+from jaxkv.scheduling.rules import OFF
+from jaxkv.scheduling.whatif.shadows import ShadowCount
 from jaxkv.scheduling.whatif.speeds import Speeds
 
 ENOUGH = 0.9

@@ -22,7 +22,6 @@ arrive at once, and no block is held.
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left
 from collections.abc import Container, Sequence
 from typing import NamedTuple
@@ -30,70 +29,22 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv._util import shown
 from jaxkv.keys.mark import KeyMark
 from jaxkv.keys.packed import pack, words_to_keys
-from jaxkv.policies import get_policy_maker, policy_names
+from jaxkv.policies import get_policy_maker
+from jaxkv.scheduling.rules import OFF, Shadow
 from jaxkv.scheduling.whatif.key_sample import NUM_GROUPS, KeySample
 from jaxkv.tiers.bare import BareTier, Course, select_keys
-from jaxkv.tiers.executors import (
-    ExecutorName,
-    Ids,
-    Store,
-    Words,
-    make_executor,
-)
+from jaxkv.tiers.executors import ExecutorName, Ids, Store, Words, make_executor
 from jaxkv.tiers.learned import make_emptied
 from jaxkv.types import KEY_BYTES, NO_BLOCK, STOPS, BlockKey, Stop
 
 FULL_BLOCKS = 2048
 """Up to this many blocks of the host tier, its shadows see all keys."""
 
-OFF = "off"
-"""The name of a shadow without hits: the engine without a host tier."""
-
-_MAX_SHADOWS = 16
 _MAX_KEYS = 4096  # Per request; later keys are ignored.
 _NO_IDS = np.empty(0, np.int64)
 _, _NO_WORDS = pack([])
-_FACTOR = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
-
-
-class Shadow(NamedTuple):
-    """An alternative to the host tier that serves."""
-
-    policy: str  # Or `OFF`.
-    factor: float  # Its size, as a multiple of the serving tier's; 0 for `OFF`.
-
-
-def parse_shadows(text: str) -> tuple[Shadow, ...]:
-    """Parse the setting `shadow`: policies with multiples of the serving tier's size.
-
-    Example:
-        >>> parse_shadows("lru*0.5,2; hazard*1; off")[1:]
-        (Shadow(policy='lru', factor=2.0), Shadow(policy='hazard', factor=1.0), \
-Shadow(policy='off', factor=0.0))
-    """
-    shadows: list[Shadow] = []
-    for part in text.split(";"):
-        policy, star, factors = map(str.strip, part.partition("*"))
-        if policy == OFF and not star:
-            shadows.append(Shadow(OFF, 0.0))
-            continue
-        if policy not in policy_names():
-            names = ", ".join(policy_names())
-            raise ValueError(f"{shown(policy)} must be one of {names}, or {OFF}")
-        for factor in factors.split(","):
-            number = factor.strip()
-            if not _FACTOR.fullmatch(number) or not 0.01 <= float(number) <= 100:
-                raise ValueError(
-                    f"{shown(number)} must be a multiple of the host tier's size, from "
-                    f"0.01 to 100, as in {policy}*0.5,2"
-                )
-            shadows.append(Shadow(policy, float(number)))
-    if len(set(shadows)) < len(shadows) or len(shadows) > _MAX_SHADOWS:
-        raise ValueError(f"name at most {_MAX_SHADOWS} shadows, and each only once")
-    return tuple(shadows)
 
 
 class ShadowCount(NamedTuple):

@@ -9,10 +9,10 @@ from jaxkv.scheduling.listening import End, Keys, Listener, Offer, Passes, Start
 from jaxkv.scheduling.plan import Gate, max_hit_tokens
 from jaxkv.scheduling.protocol import Request
 from jaxkv.scheduling.requests import Requests, output_tokens_of
-from jaxkv.scheduling.rules import OffloadRules
+from jaxkv.scheduling.rules import OffloadRules, parse_shadows
 from jaxkv.scheduling.stats import OffloadStats
 from jaxkv.scheduling.whatif.outlook import Outlook, OutlookLog
-from jaxkv.scheduling.whatif.shadows import ShadowCount, Shadows, parse_shadows
+from jaxkv.scheduling.whatif.shadows import ShadowCount, Shadows
 from jaxkv.scheduling.whatif.speeds import Speeds
 from jaxkv.tiers.executors import ExecutorName
 from jaxkv.tiers.index import BlockIndex
