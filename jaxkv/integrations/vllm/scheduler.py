@@ -346,8 +346,8 @@ class SchedulerHalf:
             if not self._has_logged_reset:
                 self._has_logged_reset = True
                 _LOG.info(
-                    "vLLM's prefix cache is reset: the host tier forgets its blocks, "
-                    "too (keep_on_device_reset=true keeps them)"
+                    "vLLM's prefix cache is reset: the host tier forgets its blocks "
+                    "(keep_on_device_reset=true keeps them)"
                 )
             self.reset()
 
@@ -691,8 +691,8 @@ class SchedulerHalf:
         self._is_storage_disabled = True
         self._awaits_listing = False
         _LOG.warning(
-            "%s is not used until the next start: after a reset the weights may be "
-            "others. If they never change, set storage_keep_on_reset=true",
+            "%s is not used until the next start, because a reset may bring new "
+            "weights. If they never change, set storage_keep_on_reset=true",
             storage.shown_url,
         )
 
