@@ -511,10 +511,7 @@ class TransferEngine:
         """Bytes of a host block in this process, as `read_host` copies them."""
         return self._queue.host_bytes.num_bytes
 
-    @property
-    def host_block_bytes(self) -> int:
-        """Bytes that a host block takes in this process, without padding."""
-        return self.host_payload_bytes // self.num_shards
+    host_block_bytes = host_payload_bytes  # Without the label that several pools add.
 
     @owned
     def read_host(self, host_block_ids: BlockIdsLike) -> HostRead:
@@ -533,13 +530,12 @@ class TransferEngine:
 
         They are bytes of `read_host`, of this or another engine of this layout.
         `advance_host` continues the write; when `HostWrite.is_over`, the blocks can be
-        loaded, unless there was an error. ValueError if the ids or the payloads are
-        wrong, or the pool's block axis is sharded.
+        loaded, unless there was an error: into shard i of n of the block axis, if they
+        are in part i of n of all host blocks. ValueError if the ids or the payloads are
+        wrong.
         """
         host_ids = self._host_ids(host_block_ids)
         check_distinct("host_block_ids", host_ids)
-        if self.num_shards > 1:
-            raise ValueError("write_host needs a pool whose block axis is not sharded.")
         num_bytes = self.host_payload_bytes
         is_listed = isinstance(payloads, Sequence)
         sizes = [getattr(p, "nbytes", None) for p in payloads] if is_listed else []
@@ -548,7 +544,8 @@ class TransferEngine:
                 f"payloads must be {len(host_ids)} of {num_bytes} bytes, and are "
                 f"{shown(payloads)}."
             )
-        return self._queue.write(host_ids, list(payloads))
+        shards = host_ids.astype(np.int64) * self.num_shards // self.num_host_blocks
+        return self._queue.write(host_ids, shards, list(payloads))
 
     @owned
     def advance_host(self, run: Callable[[Callable[[], None]], object]) -> None:

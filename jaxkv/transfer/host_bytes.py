@@ -53,6 +53,7 @@ class _Segment:
     axis: int  # The axis of the rows.
     shape: tuple[int, ...]  # The shard's; the last axis is a value's bytes.
     num_rows: int  # Rows of a host block.
+    first_row: int  # The shard's first row in the array.
 
     @property
     def num_pieces(self) -> int:
@@ -107,7 +108,7 @@ class HostRead:
         rows = self._rows.get(number)
         if rows is None:
             rows = self._rows[number] = self._owner.rows(self._arrays[index])
-        copy_out(rows.table, self._places[index], out)
+        copy_out(*self._owner.row_of(rows, self._places[index]), out)
 
     def close(self) -> None:
         """Release the blocks; on any thread, as soon as the bytes are copied."""
@@ -130,14 +131,20 @@ class HostBytes:
         self._specs = copier.extents.specs(memory.HOST_KIND)
         self._is_addressed = copier.extents.pool.platform in _ADDRESSED_PLATFORMS
         self._segments = list(self._make_segments())
-        self.num_bytes = sum(segment.num_bytes for segment in self._segments)
+        self._extent_blocks = plans.extent_blocks
+        rows = np.array([segment.first_row for segment in self._segments])
+        # By shard of the block axis: the segments that have the rows of its blocks.
+        starts = range(0, plans.num_shards * plans.num_rows, plans.num_rows)
+        self._parts = [np.flatnonzero(rows == start) for start in starts]
+        first = [segment for segment in self._segments if segment.first_row == rows[0]]
+        self.num_bytes = sum(segment.num_bytes for segment in first)
         """Bytes of a host block in this process."""
         self._row_table = np.zeros((len(self._segments), 4), np.int64)
         for segment, row in zip(self._segments, self._row_table, strict=True):
             row[NUM_PIECES] = segment.num_pieces
             row[STRIDE_BYTES] = segment.shape[segment.axis] * segment.row_bytes
             row[PIECE_BYTES] = segment.num_rows * segment.row_bytes
-        self.description = "; ".join(map(self._describe, self._segments))
+        self.description = "; ".join(map(self._describe, first))
         """The layout of the bytes: engines with equal ones can exchange them."""
         if any(len(spec.sharding.device_set) > 1 for spec in self._specs):
             self.description += f" of processes {list(map(_holders, self._specs))}"
@@ -166,6 +173,12 @@ class HostBytes:
         """Return the memory of an extent's arrays, or of copies of them."""
         owners = [self._owner_of(extent[s.array], s) for s in self._segments]
         return self._rows_at(list(map(_address_of, owners)), owners)
+
+    def row_of(self, rows: _RowTable, place: int) -> tuple[NDArray[np.int64], int]:
+        """Return the part of an extent's memory with a place, and the row there."""
+        shard, row = divmod(place, self._extent_blocks)
+        table = rows.table
+        return table if len(self._parts) == 1 else table[self._parts[shard]], row
 
     def fill(self, piece: WritePiece) -> None:
         """Copy the bytes of a piece into its extent; on any thread."""
@@ -202,11 +215,13 @@ class HostBytes:
             shape = (*spec.sharding.shard_shape(spec.shape), spec.dtype.itemsize)
             is_whole = len(spec.sharding.device_set) == 1
             local = spec.sharding.addressable_devices
-            shards = ([d for d in devices if d in local] for devices in _distinct(spec))
-            for shard, devices in enumerate(filter(None, shards)):
-                yield _Segment(
-                    index, shard, tuple(devices), is_whole, axis, shape, self._num_rows
-                )
+            shards = [
+                (tuple(devices), is_whole, axis, shape, self._num_rows, start[axis])
+                for start, holders in _distinct(spec)
+                if (devices := [d for d in holders if d in local])
+            ]
+            for shard, rest in enumerate(shards):
+                yield _Segment(index, shard, *rest)
 
     def _describe(self, segment: _Segment) -> str:
         """Describe a segment, as its codec encodes it, and its leaves."""
@@ -232,13 +247,13 @@ class HostBytes:
         for place, payload in zip(
             piece.placement.places.tolist(), piece.payloads, strict=True
         ):
-            copy_in(rows.table, place, np.ascontiguousarray(payload))
+            copy_in(*self.row_of(rows, place), np.ascontiguousarray(payload))
         if piece.carry is not None:
             old_rows = self.rows(piece.carry)
             carried = np.empty(self.num_bytes, np.uint8)
             for place in piece.placement.carried_places.tolist():
-                copy_out(old_rows.table, place, carried)
-                copy_in(rows.table, place, carried)
+                copy_out(*self.row_of(old_rows, place), carried)
+                copy_in(*self.row_of(rows, place), carried)
         if spare is not None:
             return spare
         return tuple(
@@ -271,19 +286,21 @@ def _address_of(owner: jax.Array | Bytes) -> int:
     return address
 
 
-def _distinct(spec: jax.ShapeDtypeStruct) -> list[list[jax.Device]]:
-    """List the devices that have each shard, the shards by where they begin."""
+def _distinct(
+    spec: jax.ShapeDtypeStruct,
+) -> list[tuple[tuple[int, ...], list[jax.Device]]]:
+    """List where each shard begins, and the devices that have it."""
     shards: dict[tuple[int, ...], list[jax.Device]] = {}
     for device, index in spec.sharding.devices_indices_map(spec.shape).items():
         start = tuple(axis.start or 0 for axis in index)
         shards.setdefault(start, []).append(device)
-    return [shards[start] for start in sorted(shards)]
+    return sorted(shards.items())
 
 
 def _holders(spec: jax.ShapeDtypeStruct) -> list[list[int]]:
     """List the processes that have each shard, numbered among themselves."""
     shards = [
-        {device.process_index for device in devices} for devices in _distinct(spec)
+        {device.process_index for device in devices} for _, devices in _distinct(spec)
     ]
     processes = sorted(set().union(*shards))
     return [sorted(map(processes.index, holders)) for holders in shards]

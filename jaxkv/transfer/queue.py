@@ -192,15 +192,21 @@ class TransferQueue:
         )
         return touched
 
-    def write(self, host_ids: NDArray[np.int32], payloads: list[Bytes]) -> HostWrite:
+    def write(
+        self,
+        host_ids: NDArray[np.int32],
+        shards: NDArray[np.int64],
+        payloads: list[Bytes],
+    ) -> HostWrite:
         """Begin to write u8[num_bytes] for each block; `advance_writes` continues."""
-        number = self.next_number()
-        shape = len(host_ids), self._plans.blocks_per_host_block
+        number, plans = self.next_number(), self._plans
+        # Any device block of each shard: no bytes leave it.
+        device_ids = (shards * plans.shard_blocks).astype(np.int32)
         write = HostWrite(
             Ticket("save", number),
             Call(number, -1),
             host_ids,
-            np.full(shape, NOTHING, np.int32),
+            np.repeat(device_ids[:, None], plans.blocks_per_host_block, axis=1),
             np.arange(len(host_ids)),
             payloads=dict(zip(host_ids.tolist(), payloads, strict=True)),
         )

@@ -104,9 +104,9 @@ class Transfer:
 
 @dataclasses.dataclass(eq=False)
 class HostWrite(Transfer):
-    """A save whose bytes come from the host; it has no device blocks, and no report.
+    """A save whose bytes come from the host, to be loaded into the shard of its blocks.
 
-    If `is_over`, the blocks can be loaded, unless there is an `error`.
+    It has no report: if `is_over`, they can be loaded, unless there is an `error`.
     """
 
     payloads: dict[int, Bytes] = dataclasses.field(default_factory=dict)  # By block.

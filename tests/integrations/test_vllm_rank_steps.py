@@ -27,6 +27,10 @@ from jaxkv.scheduling.protocol import (
     NO_REPORTS,
     ConnectorOutput,
     OffloadMetadata,
+    TierBatch,
+    TierMoves,
+    TierProbe,
+    TierReport,
 )
 from jaxkv.types import NO_BLOCK
 from tests.integrations.test_vllm import separate_halves, serve_at_random
@@ -163,6 +167,89 @@ def test_merged_steps_move_what_each_rank_plans_and_each_gets_its_own_reports():
     assert min(map(len, seen)) > 300
 
 
+FIELDS = {"fetches": "fetched", "writes": "written", "probes": "probed"}
+
+
+def random_moves(rng, events):
+    """Random moves to and from the store, with events of their own kind."""
+    moves = {}
+    for kind in FIELDS:
+        moves[kind] = tuple(
+            TierProbe(next(events), (tuple(rng.randbytes(1) for _ in range(2)),), 0.1)
+            if kind == "probes"
+            else TierBatch(
+                next(events),
+                keys := tuple(rng.randbytes(1) for _ in range(rng.randrange(1, 3))),
+                tuple(rng.sample(range(NUM_ROWS), len(keys))),
+                tuple(rng.sample(range(100), len(keys))),
+            )
+            for _ in range(rng.randrange(3))
+        )
+    deletes = tuple(rng.randbytes(1) for _ in range(rng.randrange(2)))
+    return TierMoves(deletes=deletes, **moves)
+
+
+def test_each_rank_moves_its_own_blocks_to_the_store_and_gets_its_own_reports():
+    rng, ranks = random.Random(7), Ranks(NUM_RANKS, NUM_ROWS)
+    events = [iter(range(10**6)) for _ in range(NUM_RANKS)]
+    in_flight, num_reported = {}, 0  # By field and merged event: the rank and its move.
+    for _ in range(300):
+        moves = [random_moves(rng, numbers) for numbers in events]
+        plans = [dataclasses.replace(NO_MOVES, below=(move,)) for move in moves]
+        (merged,) = ranks.merge(steps_of(plans), NUM_BLOCKS)
+        (below,) = merged.transfers.below or (TierMoves(),)
+        assert below.deletes == sum((move.deletes for move in moves), ())
+        assert not below.is_last
+        for kind, field in FIELDS.items():
+            owned = [
+                (r, m) for r, part in enumerate(moves) for m in getattr(part, kind)
+            ]
+            for batch, (rank, move) in zip(getattr(below, kind), owned, strict=True):
+                expected = dataclasses.replace(move, event=batch.event)
+                if kind != "probes":
+                    shifted = tuple(rank * NUM_ROWS + row for row in move.upper_blocks)
+                    expected = dataclasses.replace(expected, upper_blocks=shifted)
+                assert batch == expected
+                assert (field, batch.event) not in in_flight
+                in_flight[field, batch.event] = rank, move
+        ended = rng.sample(sorted(in_flight), rng.randrange(len(in_flight) + 1))
+        oks = {end: (rng.random() < 0.5,) * rng.randrange(1, 3) for end in ended}
+        fields = {
+            name: tuple((event, oks[name, event]) for of, event in ended if of == name)
+            for name in FIELDS.values()
+        }
+        found = TierReport(found=(b"f",) * rng.randrange(2), num_down=rng.randrange(2))
+        report = dataclasses.replace(found, **fields)
+        cut = ranks.cut(ConnectorOutput(below=(report,)))
+        for rank in range(NUM_RANKS):
+            own = {
+                name: tuple(
+                    (in_flight[name, event][1].event, oks[name, event])
+                    for of, event in ended
+                    if of == name and in_flight[name, event][0] == rank
+                )
+                for name in FIELDS.values()
+            }
+            expected = dataclasses.replace(found, **own)
+            parts = () if expected == TierReport() else (expected,)
+            assert cut.get(f"sender {rank}", NO_REPORTS).below == parts
+        for end in ended:
+            del in_flight[end]
+        num_reported += len(ended)
+    assert num_reported > 1000
+
+
+def test_the_store_is_in_use_until_the_last_rank_has_stopped_to_use_it():
+    ranks = Ranks(NUM_RANKS, NUM_ROWS)
+    last = dataclasses.replace(NO_MOVES, below=(TierMoves(is_last=True),))
+    told = []
+    for rank in (1, 0, 2):
+        plans = [last if rank == n else NO_MOVES for n in range(NUM_RANKS)]
+        (merged,) = ranks.merge(steps_of(plans), NUM_BLOCKS)
+        told.append([moves.is_last for moves in merged.transfers.below])
+    assert told == [[], [], [True]]
+
+
 def test_ranks_that_know_of_fewer_lost_pools_start_first():
     ranks = Ranks(NUM_RANKS, NUM_ROWS)
     plans = [store_of(0)] * NUM_RANKS
@@ -209,11 +296,6 @@ REFUSED = [
         {"num_cpu_blocks": None, "cpu_bytes_to_use": 2047},
         {},
         "=2047 must be at least 2048, the bytes of a block of all layers for each",
-    ),
-    (
-        {"storage": "redis://:password@host:1"},
-        {},
-        "storage='redis://host:1' cannot be used with total_dp_size=4: ",
     ),
     ({"record": "/r"}, {}, "record='/r' cannot be used with total_dp_size=4: each"),
     ({"policy_state": "/p"}, {}, "policy_state='/p' cannot be used with total_dp_"),

@@ -10,9 +10,11 @@ import concurrent.futures
 import pytest
 
 from tests.integrations.vllm_cpu.comparison import (
+    DRAFTED,
     LATENTS,
     check_same_answers,
     hit_tokens,
+    share_of_same_drafts,
     tokens_of,
 )
 
@@ -36,6 +38,13 @@ RANKS = {
         "num_blocks": 96,
         "engine": ATTENTION,
         "variables": {"NEW_MODEL_DESIGN": "1"},
+    },
+    **{
+        drafts["method"]: {
+            "model": model,
+            "engine": {"speculative_config": drafts, "data_parallel_size": 2},
+        }
+        for model, drafts in DRAFTED
     },
     "latents": LATENTS
     | {"num_blocks": 48, "engine": LATENTS["engine"] | {"tensor_parallel_size": 2}},
@@ -107,6 +116,43 @@ def test_answers_of_latents_on_two_chips_are_the_same_in_300_requests(lab):
     # As on one chip: the last of 8 bits depends on how a prompt is cut into chunks.
     check_same_answers(actual, expected, 0.02)
     check_pressure(actual, LONG_SEEDS)
+
+
+@pytest.mark.long
+def test_ranks_share_a_store_that_outlives_them(lab, tmp_path):
+    """The last run is the control: what is loaded is read, and wrong bytes show."""
+
+    def run(number, fault=""):
+        extra = {"storage": f"file://{tmp_path}", "storage_write": "through"}
+        extra |= {"num_cpu_blocks": 120, "storage_deadline_s": 60 + number}
+        options = {"extra": extra, "fault": fault, "is_async": True}
+        return run_ranks(lab, "data", "conversations", **options)
+
+    expected = run_ranks(lab, "data", "conversations")
+    cold, warm, wrong = run(0), run(1), run(2, fault="zeros")
+    check_same_answers(cold, expected)
+    check_same_answers(warm, expected)
+    assert tokens_of(wrong) != tokens_of(expected)
+    # The first prompts of six users.
+    cached = [sum(a["cached"] for a in run["answers"][:6]) for run in (cold, warm)]
+    assert cached[0] == 0
+    assert cached[1] >= 6 * 128
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["eagle3", "dflash"])
+def test_ranks_have_the_drafts_of_ranks_without_a_connector(lab, method):
+    """The last run is the control: a draft model reads what is loaded."""
+    expected = run_ranks(lab, method, "drafts")
+    actual, wrong = (
+        run_ranks(lab, method, "drafts", extra={}, is_async=True, fault=fault)
+        for fault in ("", "zero drafts")
+    )
+    for run in (actual, wrong):
+        assert tokens_of(run) == tokens_of(expected)
+        assert hit_tokens(run) > 1000
+    assert share_of_same_drafts(actual, expected) > 0.97
+    assert share_of_same_drafts(wrong, expected) < 0.9
 
 
 @pytest.mark.long

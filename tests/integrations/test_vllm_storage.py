@@ -24,6 +24,7 @@ from tests.integrations.test_vllm import (
 from tests.rigs import fake_vllm
 from tests.rigs.fake_engine import LOSSES, Engine, reference, reset_connector
 from tests.rigs.fake_vllm import BlockRemoved, BlockStored, Request
+from tests.rigs.ranked_engine import RankedEngine
 
 WAIT_S = 120
 PROMPT = range(18)
@@ -74,7 +75,8 @@ def make(tmp_path, model):
             "storage_deadline_s": WAIT_S,
         }
         options = {"num_blocks": 40, "model": model} | options
-        engines.append(Engine(extra=keys | (extra or {}), **options))
+        kind = RankedEngine if "num_ranks" in options else Engine
+        engines.append(kind(extra=keys | (extra or {}), **options))
         return engines[-1]
 
     yield make_one
@@ -83,8 +85,8 @@ def make(tmp_path, model):
 
 
 def close(engine):
-    engine.scheduler.connector.shutdown()
-    engine.runner.connector.shutdown()
+    for half in (*engine.connectors, engine.runner.connector):
+        half.shutdown()
 
 
 def serve(engine, *requests):
@@ -194,18 +196,37 @@ def test_a_request_waits_for_the_store_and_others_run_meanwhile(newest, make):
 
 @pytest.mark.parametrize("seed", [0, *LONG])
 @pytest.mark.parametrize("windows", [(None,), (None, 6)])
-def test_every_token_read_equals_the_computed_one(newest, make, windows, seed):
+@pytest.mark.parametrize("ranks", [{}, {"num_ranks": 2}])
+def test_every_token_read_equals_the_computed_one(newest, make, ranks, windows, seed):
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, 50, 30).tolist() for _ in range(6)]
     num_done = num_fetched = 0
+    extra = {"num_cpu_blocks": 12 * ranks.get("num_ranks", 1), "storage_list_s": 0.01}
     for _ in range(3):
-        engine = make({"num_cpu_blocks": 12, "storage_list_s": 0.01}, windows=windows)
+        engine = make(extra, windows=windows, **ranks)
         engine.make_unreliable(rng)
         num_done += serve_at_random(engine, rng, prompts, 30, serve)
-        num_fetched += engine.offload_scheduler.stats.num_storage_loaded
+        stats = [scheduler.stats for scheduler in engine.offload_schedulers]
+        num_fetched += sum(stat.num_storage_loaded for stat in stats)
         close(engine)
     assert num_done > 60
     assert num_fetched > 0
+
+
+def test_a_rank_finds_in_the_store_what_another_rank_has_written(newest, make):
+    hits = []
+    for ranks in ((1,), (0, 1)):
+        engine = make(num_ranks=2)
+        for rank in ranks:
+            before = engine.scheduler.num_external_tokens
+            request = Request(f"in {rank}", PROMPT, 3)
+            engine.scheduler.add(request, rank=rank)
+            until(engine, lambda request=request: len(request.tokens) == 21)
+            engine.settle()
+            hits.append(engine.scheduler.num_external_tokens - before)
+        engine.check_nothing_leaked()
+        close(engine)
+    assert hits == [0, 16, 16]
 
 
 @pytest.mark.parametrize("route", LOSSES)

@@ -680,8 +680,17 @@ class Engine:
         self.events = []
 
     @property
+    def connectors(self):
+        return [self.scheduler.connector]
+
+    @property
+    def offload_schedulers(self):
+        return [connector._scheduler.scheduler for connector in self.connectors]
+
+    @property
     def offload_scheduler(self):
-        return self.scheduler.connector._scheduler.scheduler
+        (scheduler,) = self.offload_schedulers
+        return scheduler
 
     def make_unreliable(self, rng):
         half = self.runner.connector._worker

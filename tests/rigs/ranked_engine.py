@@ -139,8 +139,9 @@ class RankedEngine(Engine):
         is_async=False,
         num_drafts=0,
         extra=None,
+        **options,
     ):
-        options = {
+        options |= {
             "extra": {"num_cpu_blocks": 32 * num_ranks} | (extra or {}),
             "windows": windows,
             "num_blocks": num_ranks * num_blocks,
@@ -154,7 +155,7 @@ class RankedEngine(Engine):
         self.runner = RankedRunner(worker, num_all, windows, num_ranks)
         _, of_rank = make_configs(**options)
         of_rank.num_blocks = num_blocks  # And the bytes of all ranks.
-        self.connectors = [
+        connectors = [
             create_connector(config, KVConnectorRole.SCHEDULER, of_rank)
             for _ in range(num_ranks)
         ]
@@ -163,13 +164,17 @@ class RankedEngine(Engine):
                 Scheduler(
                     connector, num_blocks, windows, newer=True, num_drafts=num_drafts
                 )
-                for connector in self.connectors
+                for connector in connectors
             ],
             num_blocks,
         )
         self.is_async = is_async
         self.in_flight = deque()
         self.events = []
+
+    @property
+    def connectors(self):
+        return [rank.connector for rank in self.scheduler.ranks]
 
     def settle(self):
         """Step until nothing is in flight, as further requests would."""
@@ -190,3 +195,4 @@ class RankedEngine(Engine):
         assert not worker._targets
         assert not worker._ranks._loads
         assert not worker._ranks._stores
+        assert not worker._ranks._below

@@ -125,20 +125,41 @@ def test_bytes_are_the_same_on_a_mesh_with_another_order_of_devices():
     assert blocks[0][0] != blocks[1][0]
 
 
+def over_ranks(pool, num_shards):
+    """Shard the blocks; if they are, the heads too, as if each rank had two devices."""
+    mesh = jax.make_mesh((num_shards, 2), ("ranks", "heads"))
+    specs = {"k": jax.P("ranks", None, "heads"), "v": jax.P(None, "ranks", "heads")}
+    return jax.device_put(pool, {k: jax.NamedSharding(mesh, specs[k]) for k in specs})
+
+
 @pytest.mark.parametrize("m", [1, 2])
+@pytest.mark.parametrize("num_shards", [1, 2])
 @pytest.mark.parametrize("seed", range(2))
-def test_every_block_keeps_its_bytes_whatever_is_written_beside_it(make, m, seed):
+def test_every_block_keeps_its_bytes_whatever_is_written_beside_it(
+    make, m, num_shards, seed
+):
+    """With shards, each rank has a part of all blocks, and writes anybody's bytes."""
     rng = np.random.default_rng(seed)
-    moves = make(seed, blocks_per_host_block=m, extent_bytes=4096)
+    options = {"blocks_per_host_block": m, "extent_bytes": 4096 * num_shards}
+    moves = make(seed, **options)
+    if num_shards > 1:
+        pool = over_ranks(moves.pool, num_shards)
+        moves = Moves(None, pool, NUM_HOST, block_axis=BLOCK_AXIS, **options)
     shadow = Shadow(jax.tree.map(np.asarray, moves.pool), BLOCK_AXIS)
     payloads = {}  # The bytes of host blocks, as `read_host` copies them.
+
+    def draw(num_blocks):
+        """Return a rank's blocks in a random order."""
+        num = num_blocks // num_shards
+        return rng.permutation(num) + rank * num
+
     for _ in range(100):
-        num = int(rng.integers(1, 6))
-        ids = rng.permutation(NUM_HOST)[:num].tolist()
+        num, rank = int(rng.integers(1, 6)), int(rng.integers(num_shards))
+        ids = draw(NUM_HOST)[:num].tolist()
         readable = [host for host in ids if host in shadow.host]
         match rng.integers(4):
             case 0:
-                rows = rng.permutation(NUM_BLOCKS)[: num * m].reshape(num, m)
+                rows = draw(NUM_BLOCKS)[: num * m].reshape(num, m)
                 moves.save_now(rows if m > 1 else rows[:, 0], ids)
                 shadow.save(rows, ids)
                 for host in ids:
@@ -155,7 +176,7 @@ def test_every_block_keeps_its_bytes_whatever_is_written_beside_it(make, m, seed
                     old = payloads.setdefault(host, payload)
                     assert payload.tobytes() == old.tobytes()
             case _ if readable:
-                rows = rng.permutation(NUM_BLOCKS)[: len(readable) * m].reshape(-1, m)
+                rows = draw(NUM_BLOCKS)[: len(readable) * m].reshape(-1, m)
                 moves.load_now(readable, rows if m > 1 else rows[:, 0])
                 shadow.load(readable, rows)
                 shadow.check(moves.pool)

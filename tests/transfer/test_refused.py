@@ -8,7 +8,7 @@ import pytest
 from jaxkv.transfer import Compression, MultiPoolEngine, TransferEngine, memory
 from jaxkv.transfer.tickets import Ticket
 from tests.rigs.device_cases import devices, spread
-from tests.transfer.numbered import DEVICE, numbered_pool
+from tests.transfer.numbered import DEVICE
 
 
 def zeros(*shape, dtype=jnp.float32):
@@ -231,12 +231,3 @@ def test_a_stale_pool_is_refused_by_every_call(make):
     check_refused(calls.values(), message)
     assert engine.num_in_flight == 0
     assert moves.read([1]) == [7]
-
-
-def test_a_pool_over_sharded_blocks_is_not_written_as_bytes(mode):
-    pool = spread(numbered_pool(), 2, "x")
-    engine = TransferEngine(pool, 4, mode=mode)
-    payload = np.zeros(engine.host_payload_bytes, np.uint8)
-    with pytest.raises(ValueError, match="block axis is not sharded"):
-        engine.write_host([0], [payload])
-    assert not pool["k"].is_deleted()

@@ -19,11 +19,16 @@ from jaxkv.scheduling.protocol import (
     NO_MOVES,
     ConnectorOutput,
     OffloadMetadata,
+    TierMoves,
+    TierReport,
 )
-from jaxkv.types import NO_BLOCK
+from jaxkv.types import NO_BLOCK, BlockKey
 
 Name = TypeVar("Name")
 Adapter: TypeAlias = tuple[int, bytes]
+
+# The moves to and from the store, and the reports of those that have ended.
+_BELOW = {"fetches": "fetched", "writes": "written", "probes": "probed"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)  # Pickled without names.
@@ -77,7 +82,7 @@ class Ranks:
     """Merges the steps of all ranks, and cuts the reports of their transfers.
 
     Stores of a step move together, so that an extent leaves all devices at once, and
-    they are reported together.
+    they are reported together. Each rank has an index of the store, which they share.
     """
 
     def __init__(self, num_ranks: int, num_host_blocks: int) -> None:
@@ -88,6 +93,10 @@ class Ranks:
         # their own events, by the merged event.
         self._loads: dict[str, str] = {}
         self._stores: dict[int, list[tuple[str, int]]] = {}
+        # By the field of a report and the merged event: the sender and its own event.
+        self._below: dict[tuple[str, int], tuple[str, int]] = {}
+        self._senders: list[str] = []
+        self._num_without_store = 0
 
     def merge(self, steps: Sequence[RankStep], shard_blocks: int) -> list[StepMetadata]:
         """Merge the steps of all ranks, each with `shard_blocks` blocks of the caches.
@@ -103,6 +112,7 @@ class Ranks:
                 f"{self._num_ranks} ranks, each once: this tpu-inference does not "
                 "merge the metadata of its ranks as 0.32 does."
             )
+        self._senders = [step.sender for step in steps]
         is_idle = all(rank_step.step.is_idle for rank_step in steps)
         by_numbers: dict[Any, list[RankStep]] = defaultdict(list)
         for rank_step in steps:
@@ -127,8 +137,7 @@ class Ranks:
         ]
         if not steps:
             return NO_MOVES
-        event = self._next_event
-        self._next_event += 1
+        event = self._new_event()
         blocks: dict[str, Any] = defaultdict(tuple)
         requests: list[str] = []
         sizes: list[int] = []
@@ -155,8 +164,36 @@ class Ranks:
             store_event=event if stores else NO_EVENT,
             need_flush=any(rank_step.step.transfers.need_flush for rank_step in steps),
             load_sizes=tuple(sizes),
+            below=self._merge_below(steps),
             **blocks,
         )
+
+    def _new_event(self) -> int:
+        self._next_event += 1
+        return self._next_event - 1
+
+    def _merge_below(self, steps: Iterable[RankStep]) -> tuple[TierMoves, ...]:
+        """Merge what moves to and from the store, which is the only tier below."""
+        batches: dict[str, Any] = dict.fromkeys(_BELOW, ())
+        deletes: tuple[BlockKey, ...] = ()
+        was_last = self._num_without_store
+        for rank_step in steps:
+            first_row = rank_step.rank * self._num_host_blocks
+            for moves in rank_step.step.transfers.below:
+                deletes += moves.deletes
+                self._num_without_store += moves.is_last
+                for kind, field in _BELOW.items():
+                    for batch in getattr(moves, kind):
+                        event = self._new_event()
+                        self._below[field, event] = rank_step.sender, batch.event
+                        new: dict[str, Any] = {"event": event}
+                        if kind != "probes":
+                            blocks = _shifted(batch.upper_blocks, first_row)
+                            new["upper_blocks"] = blocks
+                        batches[kind] += (dataclasses.replace(batch, **new),)
+        is_last = was_last < self._num_without_store == self._num_ranks
+        merged = TierMoves(deletes=deletes, is_last=is_last, **batches)
+        return () if merged == TierMoves() else (merged,)
 
     def cut(self, output: ConnectorOutput) -> Mapping[str, ConnectorOutput]:
         """Cut a report into one for each sender, with the sender's own events."""
@@ -168,15 +205,33 @@ class Ranks:
             _by_sender(store for event in events for store in self._stores.pop(event))
             for events in (output.completed_store_events, output.failed_store_events)
         )
+        below = _by_sender(
+            pair for report in output.below for pair in self._cut_below(report)
+        )
         return {
             sender: ConnectorOutput(
                 finished_recving=tuple(finished.get(sender, ())),
                 failed_recving=tuple(failed.get(sender, ())),
                 completed_store_events=tuple(stored.get(sender, ())),
                 failed_store_events=tuple(not_stored.get(sender, ())),
+                below=tuple(below.get(sender, ())),
             )
-            for sender in {**finished, **failed, **stored, **not_stored}
+            for sender in {**finished, **failed, **stored, **not_stored, **below}
         }
+
+    def _cut_below(self, report: TierReport) -> Iterable[tuple[str, TierReport]]:
+        """Cut what the store has done; all ranks get what a listing has found."""
+        ended: dict[str, dict[str, Any]] = {
+            sender: dict.fromkeys(_BELOW.values(), ()) for sender in self._senders
+        }
+        for field in _BELOW.values():
+            for event, oks in getattr(report, field):
+                sender, own_event = self._below.pop((field, event))
+                ended[sender][field] += ((own_event, oks),)
+        for sender, fields in ended.items():
+            part = dataclasses.replace(report, **fields)
+            if part != TierReport(tier=report.tier):
+                yield sender, part
 
 
 def _shifted(blocks: Iterable[int], first: int) -> tuple[int, ...]:

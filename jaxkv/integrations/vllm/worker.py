@@ -267,7 +267,11 @@ class WorkerHalf:
         namespace = config.namespace
         if self._config.num_hosts > 1:
             namespace += placement(caches)
-        storage = self._config.offload.open_storage(
+        offload = self._config.offload
+        # Its queues must hold what all schedulers may have in flight.
+        most = self._config.num_ranks * offload.max_storage_blocks
+        offload = dataclasses.replace(offload, max_storage_blocks=most)
+        storage = offload.open_storage(
             engine, namespace=namespace, num_blocks=config.num_blocks
         )
         assert storage is not None
