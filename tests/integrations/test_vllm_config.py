@@ -187,9 +187,9 @@ def test_a_draft_model_is_served_beside_one_group_of_full_attention():
         assert read(speculative_config=drafts).drops_last_block == drops
         with pytest.raises(ValueError, match=r"'eagle3' cannot be used with .*Sliding"):
             read(speculative_config=drafts, windows=(None, 6))
-        hosts = SimpleNamespace(bundle_specs=[{"TPU": 4}, {"TPU": 4}])
-        with pytest.raises(ValueError, match="'eagle3' needs one host, not 2"):
-            read(speculative_config=drafts, parallel_config__placement_group=hosts)
+        sharding = SimpleNamespace(total_dp_size=2)
+        with pytest.raises(ValueError, match="needs one host and total_dp_size=1, not"):
+            read(speculative_config=drafts, sharding_config=sharding)
     ngram = SimpleNamespace(method="ngram")
     assert not read(speculative_config=ngram, windows=(None, 6)).drops_last_block
 

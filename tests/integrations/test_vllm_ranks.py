@@ -10,11 +10,9 @@ import concurrent.futures
 import pytest
 
 from tests.integrations.vllm_cpu.comparison import (
-    DRAFTED,
     LATENTS,
     check_same_answers,
     hit_tokens,
-    share_of_same_drafts,
     tokens_of,
 )
 
@@ -38,13 +36,6 @@ RANKS = {
         "num_blocks": 96,
         "engine": ATTENTION,
         "variables": {"NEW_MODEL_DESIGN": "1"},
-    },
-    **{
-        drafts["method"]: {
-            "model": model,
-            "engine": {"speculative_config": drafts, "data_parallel_size": 2},
-        }
-        for model, drafts in DRAFTED
     },
     "latents": LATENTS
     | {"num_blocks": 48, "engine": LATENTS["engine"] | {"tensor_parallel_size": 2}},
@@ -137,22 +128,6 @@ def test_ranks_share_a_store_that_outlives_them(lab, tmp_path):
     cached = [sum(a["cached"] for a in run["answers"][:6]) for run in (cold, warm)]
     assert cached[0] == 0
     assert cached[1] >= 6 * 128
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("method", ["eagle3", "dflash"])
-def test_ranks_have_the_drafts_of_ranks_without_a_connector(lab, method):
-    """The last run is the control: a draft model reads what is loaded."""
-    expected = run_ranks(lab, method, "drafts")
-    actual, wrong = (
-        run_ranks(lab, method, "drafts", extra={}, is_async=True, fault=fault)
-        for fault in ("", "zero drafts")
-    )
-    for run in (actual, wrong):
-        assert tokens_of(run) == tokens_of(expected)
-        assert hit_tokens(run) > 1000
-    assert share_of_same_drafts(actual, expected) > 0.97
-    assert share_of_same_drafts(wrong, expected) < 0.9
 
 
 @pytest.mark.long

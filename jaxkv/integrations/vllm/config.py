@@ -312,7 +312,7 @@ class ConnectorConfig:
         _check_states(groups, offload)
         hosts = num_hosts(vllm_config.parallel_config)
         num_ranks = _num_ranks(vllm_config)
-        drops_last_block = _drops_last_block(vllm_config, groups, hosts)
+        drops_last_block = _drops_last_block(vllm_config, groups, hosts, num_ranks)
         if num_ranks > 1:
             _check_ranks(num_ranks, hosts, groups, offload)
         num_blocks = kv_cache_config.num_blocks
@@ -627,7 +627,9 @@ def _check_states(groups: tuple[GroupSpec, ...], offload: OffloadConfig) -> None
             )
 
 
-def _drops_last_block(config: Any, groups: tuple[GroupSpec, ...], hosts: int) -> bool:
+def _drops_last_block(
+    config: Any, groups: tuple[GroupSpec, ...], hosts: int, num_ranks: int
+) -> bool:
     """Whether vLLM drops the last block of a hit; refuse drafts with other groups."""
     drafts = getattr(config, "speculative_config", None)
     if drafts is None or drafts.method == "ngram":
@@ -637,10 +639,11 @@ def _drops_last_block(config: Any, groups: tuple[GroupSpec, ...], hosts: int) ->
             f"speculative_config: method={shown(drafts.method)} cannot be used with "
             f"{groups}: a draft's layers were tested in one group of full attention."
         )
-    if hosts > 1:
+    if hosts > 1 or num_ranks > 1:
         raise ValueError(
-            f"speculative_config: method={shown(drafts.method)} needs one host, not "
-            f"{hosts}: more was never tested."
+            f"speculative_config: method={shown(drafts.method)} needs one host and "
+            f"total_dp_size=1, not {hosts} and {num_ranks}: with ranks, tpu-inference "
+            "0.32 itself hangs on the CPU; several hosts were never tested."
         )
     return bool(drafts.use_eagle_block_drop())
 

@@ -285,10 +285,3 @@ def metric_of(page, name, engine=""):
     ]
     assert values, f"{name} is not in /metrics"
     return sum(values)
-
-
-def share_of_same_drafts(actual, expected):
-    made, wanted = actual["observed"]["drafts"], expected["observed"]["drafts"]
-    both = made.keys() & wanted.keys()
-    assert len(both) > 100
-    return sum(made[key] == wanted[key] for key in both) / len(both)
