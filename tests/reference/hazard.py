@@ -5,9 +5,6 @@ are NumPy's, as Python has none of 32 bits. The tests compare its decisions with
 arrays' decisions, so it follows their rules for collisions within one batch.
 """
 
-import functools
-import operator
-
 import numpy as np
 
 from jaxkv.keys import key_from_foreign
@@ -35,9 +32,9 @@ def bin_of(age_ms):
     return number, int((units - STARTS[number]) / WIDTHS[number] * 256)
 
 
-def total_of(nums):
-    """Add up in order, without the compensation of Python 3.12's `sum`."""
-    return functools.reduce(operator.add, nums, 0.0)
+def sum_of(nums):
+    """The sum in order; Python's and NumPy's own sums are rounded otherwise."""
+    return float(np.cumsum(nums)[-1])
 
 
 def bits_of(number):
@@ -93,7 +90,7 @@ class ReferenceHazard:
         self.classes = [ALL]  # in the order in which they were first seen
         self.begins = {}  # class -> the class by what is known at the beginning
         self.touches = {ALL: 0.0}
-        self.reuses = {ALL: [0.0] * NUM_BINS}
+        self.reuses = {ALL: np.zeros(NUM_BINS)}
         self.index = {}
         self.queue = []
         self.now_ms = None
@@ -200,7 +197,7 @@ class ReferenceHazard:
             part = facts[:num]
             if part not in self.touches:
                 self.classes.append(part)
-                self.touches[part], self.reuses[part] = 0.0, [0.0] * NUM_BINS
+                self.touches[part], self.reuses[part] = 0.0, np.zeros(NUM_BINS)
                 self.index[part] = self.index[part[:-1]]
         return facts
 
@@ -266,55 +263,44 @@ class ReferenceHazard:
     # --- what is learned ---
 
     def decay(self):
-        for of_class, reuses in self.reuses.items():
+        for of_class in self.reuses:
             self.touches[of_class] -= self.touches[of_class] / 256
-            self.reuses[of_class] = [num - num / 256 for num in reuses]
+            self.reuses[of_class] -= self.reuses[of_class] / 256
 
     def rebuild(self):
-        touches = dict(self.touches)
-        reuses = {of_class: list(nums) for of_class, nums in self.reuses.items()}
-
-        def add(whole, of_class):
-            touches[whole] += touches[of_class]
-            pairs = zip(reuses[whole], reuses[of_class], strict=True)
-            reuses[whole] = [num + more for num, more in pairs]
-
-        for of_class, whole in self.begins.items():
-            add(whole, of_class)
-        for of_class in reversed(self.classes[1:]):
-            if of_class[:-1] != ALL or len(of_class[0]) == 4:  # Else it counts twice.
-                add(of_class[:-1], of_class)
-        shares = {}
+        touches, reuses, shares = dict(self.touches), dict(self.reuses), {}
+        begins = list(self.begins.items())
+        parents = [(c, c[:-1]) for c in reversed(self.classes[1:])]
+        for of_class, whole in begins + parents:
+            if whole != ALL or len(of_class[0]) == 4:  # Else it counts twice.
+                touches[whole] += touches[of_class]
+                reuses[whole] = reuses[whole] + reuses[of_class]
         for of_class in sorted(self.classes, key=lambda of_class: len(of_class) == 4):
-            num, nums, divisor = touches[of_class], reuses[of_class], 1.0
+            num, nums = touches[of_class], reuses[of_class]
             if of_class == ALL:
-                shares[ALL] = [(n + 32) / (num + 64 * NUM_BINS) for n in nums]
+                shares[ALL] = (nums + 32) / (num + 64 * NUM_BINS)
             else:
                 above = shares[of_class[:-1]]
                 if len(of_class) == 4:
-                    divisor = self.divisor(of_class, above, reuses, shares)
-                pairs = zip(nums, above, strict=True)
-                shares[of_class] = [
-                    (n + 1024 * (s / divisor)) / (num + 1024) for n, s in pairs
-                ]
-            self.index[of_class] = self.make_row(shares[of_class])
+                    above = above / self.divisor(of_class, sum_of(above), shares)
+                shares[of_class] = (nums + 1024 * above) / (num + 1024)
+            self.index[of_class] = self.make_row(shares[of_class].tolist())
 
-    def divisor(self, with_kind, above, reuses, shares):
+    def divisor(self, with_kind, chance, shares):
         """Return what divides the shares of the class without the kind."""
-        num = num_used = num_expected = 0.0
+        num = num_used = expected = 0.0
         for of_class in self.classes:
-            has_hint = of_class[1::2] == with_kind[1::2]  # Known, and the kind.
-            if has_hint and len(of_class[0]) == 4:
+            # The same kind of blocks that were known, or were not.
+            if of_class[1::2] == with_kind[1::2] and len(of_class[0]) == 4:
                 num += self.touches[of_class]
-                num_used += total_of(reuses[of_class])
-                total = total_of(shares[of_class[:-1]])
-                num_expected += self.touches[of_class] / (1 / total)
+                num_used += sum_of(self.reuses[of_class])
+                expected += self.touches[of_class] / (1 / sum_of(shares[of_class[:-1]]))
         if num == 0:
             return 1.0
-        chance = min(num_expected / num, 1 - 2**-10)
-        odds = (num_used + 256 * chance) / (max(num - num_used, 0) + 256 * (1 - chance))
-        odds /= chance / (1 - chance)
-        chance = min(total_of(above), 1.0)
+        usual = min(expected / num, 1 - 2**-10)
+        odds = (num_used + 256 * usual) / (max(num - num_used, 0) + 256 * (1 - usual))
+        odds /= usual / (1 - usual)
+        chance = min(chance, 1.0)
         return (1 - chance) / odds + chance if odds != 1 else 1.0
 
     @staticmethod
