@@ -723,8 +723,8 @@ def _native_choose_lowest(state: Any, values: Any, ref_cnt: Any, num: int) -> An
             low, high = lesser(low, rank), greater(high, rank)
             num_idle += 1
     # Count ranks in buckets of equal width, then again within the last bucket needed,
-    # until it adds few blocks to the chosen ones. (np.partition and np.argsort would
-    # take 0.34 to 0.85 of the time, but compile in 79 s instead of 4.)
+    # until it adds few blocks to the chosen ones. (np.partition and np.argsort would be
+    # faster, but compile in 79 s instead of 4.)
     while True:
         shift = np.int64(0)
         while (high - low) >> shift >= _NUM_BUCKETS:
