@@ -287,10 +287,9 @@ class ReferenceHazard:
             self.index[of_class] = self.make_row(shares[of_class].tolist())
 
     def divisor(self, with_kind, chance, shares):
-        """Return what divides the shares of the class without the kind."""
+        """Return what divides the shares without the kind, from all its classes."""
         num = num_used = expected = 0.0
         for of_class in self.classes:
-            # The same kind of blocks that were known, or were not.
             if of_class[1::2] == with_kind[1::2] and len(of_class[0]) == 4:
                 num += self.touches[of_class]
                 num_used += sum_of(self.reuses[of_class])
