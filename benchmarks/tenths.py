@@ -1,7 +1,8 @@
 """Deficit of `hazard` against LRU in each tenth of a trace, while it learns.
 
-Tokens found by both, and hazard's less LRU's in the worst tenth of the requests: of
-each trace, and of thirds of two traces by turns: the traffic changes twice.
+Tokens found by both, hazard's less LRU's in the worst tenth of the requests, and the
+blocks that hazard stores for each that LRU stores: of each trace, and of thirds of two
+traces by turns: the traffic changes twice.
 
     python benchmarks/tenths.py [--traces FILE FILE] [--shares PERCENT ...]
 """
@@ -74,17 +75,18 @@ def main() -> None:
         asked = np.array_split(trace.input_tokens, PARTS)
         for share in args.shares:
             capacity = max(round(trace.num_unique_blocks * share / 100), 1)
-            found, tenths = [], []
+            found, tenths, stored = [], [], []
             for policy in ("lru", "hazard"):
                 result = replay(policy, trace, capacity)
                 tokens = trace.tokens_of(result.hits_by_request)
                 parts = zip(np.array_split(tokens, PARTS), asked, strict=True)
                 tenths.append([100 * hits.sum() / of.sum() for hits, of in parts])
                 found.append(100 * result.token_hit_ratio)
+                stored.append(result.stores_by_request.sum())
             worst = min(np.subtract(tenths[1], tenths[0]))
             print(
                 f"{trace.name} {share:g}%: lru {found[0]:.2f}, hazard {found[1]:.2f}; "
-                f"in the worst tenth {worst:+.2f}",
+                f"in the worst tenth {worst:+.2f}; stores {stored[1] / stored[0]:.2f}",
                 flush=True,
             )
 

@@ -405,11 +405,6 @@ def _take(directory: Any, slot: int, tag: Any, keys: Any, row: int, entry: int) 
     copy_row(directory.keys, entry, keys, row)
 
 
-def tags_of(keys: Array) -> Array:
-    """Return the tag of each key: u32[K], never 0."""
-    return _address(keys, 1)[0]
-
-
 def first_occurrence(keys: Array, valid: Array) -> Array:
     """Mark the first row of each key among `valid` rows (bool[K]): bool[K]."""
     num_rows = keys.shape[0]

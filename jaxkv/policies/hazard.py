@@ -5,10 +5,10 @@ blocks of each class are used again, and evicts accordingly.
 
 * The class of a block: of its last request, the turn in the conversation (1; 2; 3 or 4;
   5 or more), the share of its blocks that are new, in quarters, the tokens it generated
-  (unknown; less than 64, 256 or 1024; more) and its stop reason, if known. Then its
-  `kind`, if it has one, whether the block was known before, and how long the
-  conversation had paused. Output and stop reason are known when the request finishes;
-  until then, a block has a class without.
+  (unknown; less than 64, 256 or 1024; more) and its stop reason, if known. Then
+  whether the block was known before, how long the conversation had paused, and the
+  request's `kind`, if it has one. Output and stop reason are known when the request
+  finishes; until then, a block has a class without.
 * The turn: if no block has followed the request's deepest known block yet, the request
   continues that block's conversation, one turn later. Otherwise its turn is 1.
 * Learning: `jaxkv.policies.reuse` counts reuse by class and age. It also counts reuse
@@ -97,12 +97,12 @@ BUCKET_MASK = 3
 MARK_TURN_SHIFT = 7
 MARK_KIND_SHIFT = 10
 
-# The code of a class: its request's facts plus 1, then 2 bits for `NEW` or `KNOWN`, 4
-# for the pause plus 1 and 9 for the kind plus 1; 0 for a class without that fact.
-# Negative for a class by the facts that are known when a request begins.
+# The code of a class: its request's facts plus 1, then 4 bits for the pause plus 1, 2
+# for `NEW` or `KNOWN`, and 9 for the kind plus 1 (see `reuse.HINT_BITS`); 0 for a class
+# without that fact. Negative for a class by what is known when a request begins.
 NEW, KNOWN = 1, 2
-PAUSE_SHIFT = 9
-KNOWN_SHIFT = 13
+KNOWN_SHIFT = reuse_lib.KIND_BITS
+PAUSE_SHIFT = reuse_lib.HINT_BITS
 REQUEST_SHIFT = 15
 
 # A label: the row of a class (11 bits), turn (3 bits), and whether a block ever
@@ -299,7 +299,7 @@ def _begin_row(state: Any, mark: int, was_known: int) -> Any:
     """Return the row of a block's class by what is known when its request begins."""
     bucket, share = mark >> BUCKET_SHIFT & BUCKET_MASK, mark >> SHARE_SHIFT & SHARE_MASK
     code = -((bucket * NUM_SHARES + share + 1) << REQUEST_SHIFT)
-    return _nested_row(state, code, -1, mark, was_known, -1)
+    return _nested_row(state, code, mark, was_known, -1, -1)
 
 
 @compiled
@@ -307,27 +307,27 @@ def _final_row(state: Any, mark: int, stop: int, output: int, was_known: int) ->
     """Return the row of a block's class when its request has finished."""
     bucket, share = mark >> BUCKET_SHIFT & BUCKET_MASK, mark >> SHARE_SHIFT & SHARE_MASK
     number = ((stop * NUM_OUTPUTS + output) * 4 + bucket) * NUM_SHARES + share
-    begin = _begin_row(state, mark, was_known)
-    return _nested_row(state, (number + 1) << REQUEST_SHIFT, 1, mark, was_known, begin)
+    begin = _begin_row(state, mark & (1 << MARK_KIND_SHIFT) - 1, was_known)
+    code, of_kind = (number + 1) << REQUEST_SHIFT, _begin_row(state, mark, was_known)
+    return _nested_row(state, code, mark, was_known, begin, of_kind)
 
 
 @compiled
 def _nested_row(
-    state: Any, code: int, sign: int, mark: int, was_known: int, begin: int
+    state: Any, code: int, mark: int, was_known: int, begin: int, begin_of_kind: int
 ) -> Any:
-    """Return the row of a class by the request, the block and the pause."""
-    table, max_rows = state.reuse, reuse_lib.NUM_ROWS
+    """Return the row of a class by the request, the block, the pause and the kind."""
+    table, max_rows, sign = state.reuse, reuse_lib.NUM_ROWS, 1 if code > 0 else -1
     row = reuse_lib.row_of(table, code, reuse_lib.ROOT, -1, max_rows)
-    kind = mark >> MARK_KIND_SHIFT
-    if kind:
-        with_kind = code + sign * kind
-        of_kind = reuse_lib.row_of(table, with_kind, row, -1, MAX_ROWS_WITH_KINDS)
-        if of_kind != row:
-            code, row, max_rows = with_kind, of_kind, MAX_ROWS_WITH_KINDS
     code += sign * (was_known << KNOWN_SHIFT)
     row = reuse_lib.row_of(table, code, row, -1, max_rows)
     code += sign * ((mark & PAUSE_MASK) + 1 << PAUSE_SHIFT)
-    return reuse_lib.row_of(table, code, row, begin, max_rows)
+    row = reuse_lib.row_of(table, code, row, begin, max_rows)
+    kind = mark >> MARK_KIND_SHIFT
+    if kind:
+        code += sign * kind
+        row = reuse_lib.row_of(table, code, row, begin_of_kind, MAX_ROWS_WITH_KINDS)
+    return row
 
 
 @inlined
@@ -561,7 +561,7 @@ def snapshot(state: HazardState) -> dict[str, Any]:
         number of evicted and declined keys remembered; and "touches", the decayed
         number of blocks used by class, as a code.
     """
-    values = np.empty(_num_blocks(state), np.int64)
+    values = np.empty(len(state.labels), np.int64)
     _write_values(Bound(copy_to_numpy(state)), values)
     held = np.flatnonzero(np.asarray(state.labels) >= 0)
     depths = np.asarray(state.depths)
@@ -614,18 +614,9 @@ def make_hazard(
     )
 
 
-def _num_blocks(state: HazardState) -> int:
-    return len(state.labels)
-
-
 @compiled
 def _native_write_labels(
-    state: Any,
-    positions: Any,
-    entries: Any,
-    slots: Any,
-    tags: Any,
-    labels: Any,
+    state: Any, positions: Any, entries: Any, slots: Any, tags: Any, labels: Any
 ) -> None:
     """Write a request's labels and time to its blocks, and to ghosts of absent keys.
 
@@ -732,85 +723,57 @@ def _native_choose_lowest(state: Any, values: Any, ref_cnt: Any, num: int) -> An
             low, high = lesser(low, rank), greater(high, rank)
             num_idle += 1
     # Count ranks in buckets of equal width, then again within the last bucket needed,
-    # until it adds few blocks to the chosen ones. (np.partition and np.argsort would
-    # take 0.34 to 0.85 of the time, but compile in 79 s instead of 4.)
-    no_places = filled(_NUM_BUCKETS + 1, 0, np.int64)
-    places = empty(_NUM_BUCKETS + 1, np.int64)
+    # until it adds few blocks to the chosen ones. (np.partition and np.argsort would be
+    # faster, but compile in 79 s instead of 4.)
     while True:
         shift = np.int64(0)
         while (high - low) >> shift >= _NUM_BUCKETS:
             shift += 1
-        copy_items(places, 0, no_places, _NUM_BUCKETS + 1)
-        num_below = 0
+        places, num_below = filled(_NUM_BUCKETS, 0, np.int64), 0
         for row in range(num_idle):
             if ranks[row] < low:
                 num_below += 1
             elif ranks[row] <= high:
-                places[((ranks[row] - low) >> shift) + 1] += 1
-        last, so_far = np.int64(0), num_below + places[1]
+                places[(ranks[row] - low) >> shift] += 1
+        last, so_far = np.int64(0), num_below + places[0]
         while so_far < num:
             last += 1
-            so_far += places[last + 1]
+            so_far += places[last]
         if so_far - num <= greater(num, _SORT_RUN) or shift == 0:
             break
         low = low + (last << shift)
         high = lesser(high, low + (np.int64(1) << shift) - 1)
     end = low + ((last + 1) << shift)
 
-    # Sort the blocks below `end` by buckets, then within each bucket.
-    low, num_left = ranks[0], 0
+    num_left = 0
     for row in range(num_idle):
         if ranks[row] < end:
             blocks[num_left], ranks[num_left] = blocks[row], ranks[row]
-            low = lesser(low, ranks[row])
             num_left += 1
-    shift = np.int64(0)
-    while (end - 1 - low) >> shift >= _NUM_BUCKETS:
-        shift += 1
-    copy_items(places, 0, no_places, _NUM_BUCKETS + 1)
-    for row in range(num_left):
-        places[((ranks[row] - low) >> shift) + 1] += 1
-    for bucket in range(_NUM_BUCKETS):
-        places[bucket + 1] += places[bucket]
-    sorted_blocks = empty(num_left, np.int32)
-    sorted_ranks = empty(num_left, np.int64)
-    for row in range(num_left):
-        bucket = (ranks[row] - low) >> shift
-        sorted_blocks[places[bucket]] = blocks[row]
-        sorted_ranks[places[bucket]] = ranks[row]
-        places[bucket] += 1
-    start: Any = np.int64(0)
-    for bucket in range(_NUM_BUCKETS):
-        stop = places[bucket]
-        _sort(sorted_ranks, sorted_blocks, start, stop)
-        start = stop
-    return sorted_blocks
+    _sort(ranks[:num_left], blocks[:num_left])
+    return blocks[:num_left]
 
 
 @compiled
-def _sort(ranks: Any, blocks: Any, start: int, stop: int) -> None:
-    """Sort both arrays (i64[n], i32[n]) by rank from `start` to `stop`, stably."""
-    for first in range(start, stop, _SORT_RUN):
-        for row in range(first + 1, lesser(first + _SORT_RUN, stop)):
+def _sort(ranks: Any, blocks: Any) -> None:
+    """Sort both arrays (i64[n], i32[n]) by rank, stably."""
+    num_rows = ranks.shape[0]
+    for first in range(0, num_rows, _SORT_RUN):
+        for row in range(first + 1, lesser(first + _SORT_RUN, num_rows)):
             rank, block, at = ranks[row], blocks[row], row
             while at > first and ranks[at - 1] > rank:
                 ranks[at], blocks[at] = ranks[at - 1], blocks[at - 1]
                 at -= 1
             ranks[at], blocks[at] = rank, block
     # Merge sorted runs, doubling their length each time.
+    left_ranks, left_blocks = empty(num_rows, np.int64), empty(num_rows, np.int32)
     width = _SORT_RUN
-    if stop - start <= width:
-        return
-    left_ranks, left_blocks = (
-        empty(stop - start, np.int64),
-        empty(stop - start, np.int32),
-    )
-    while width < stop - start:
-        for first in range(start, stop - width, 2 * width):
+    while width < num_rows:
+        for first in range(0, num_rows - width, 2 * width):
             for row in range(width):
                 left_ranks[row] = ranks[first + row]
                 left_blocks[row] = blocks[first + row]
-            row, right, end = 0, first + width, lesser(first + 2 * width, stop)
+            row, right, end = 0, first + width, lesser(first + 2 * width, num_rows)
             for at in range(first, end):
                 if row == width:
                     break

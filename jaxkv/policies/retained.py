@@ -40,14 +40,7 @@ from jaxkv.compiling import (
 )
 from jaxkv.policies import clock
 from jaxkv.policies.base import Policy
-from jaxkv.policies.facts import (
-    HALF_LIFE_MS,
-    MARK,
-    NOW_MS,
-    PRIORITY,
-    RETAIN,
-    TTL_MS,
-)
+from jaxkv.policies.facts import HALF_LIFE_MS, MARK, NOW_MS, PRIORITY, RETAIN, TTL_MS
 from jaxkv.policies.native import NativePolicy, register_native
 from jaxkv.policies.xla import full
 from jaxkv.types import NO_BLOCK, PyTree
@@ -272,11 +265,7 @@ def _evict_retained(
     if is_done:
         _shield(state, ref_cnt, limit)
         is_done = functions_of(inner).evict(
-            inner,
-            num - num_below,
-            ref_cnt,
-            block_ids[num_below:],
-            keys[num_below:],
+            inner, num - num_below, ref_cnt, block_ids[num_below:], keys[num_below:]
         )
         _unshield(state, ref_cnt)
     return is_done

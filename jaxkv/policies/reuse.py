@@ -13,13 +13,18 @@ finest one. The statistics of a class are its own and, with a fixed weight, its 
 share: what is seldom seen is judged by what it has in common with the rest. So a fact
 that stops to matter costs little.
 
+The last fact may be a hint: a `kind` that the caller gives. There the parent's share
+counts at other odds. They are multiplied by the odds of reuse of all blocks with this
+hint, divided by the odds that their classes without it predict. So a hint that is right
+is soon trusted in every class, and one that says nothing costs little.
+
 A second tree has the classes by the facts that are known when a request begins. Each
 class of the first tree also counts for one of these (`begins`).
 
 All processes of an engine must decide alike, whatever compiled their code. So counts
-change by whole numbers, factors are powers of two, and sums have a fixed order. Values
-are the bits of a float32. The bits, as integers, sort like the float and are nearly its
-logarithm; they are interpolated between bins.
+change by whole numbers, factors in sums are powers of two, and sums have a fixed order.
+Values are the bits of a float32. The bits, as integers, sort like the float and are
+nearly its logarithm; they are interpolated between bins.
 """
 
 from __future__ import annotations
@@ -39,6 +44,7 @@ from jaxkv.compiling import (
     greater,
     highest_bit,
     inlined,
+    lesser,
 )
 
 NUM_BINS = 28
@@ -47,12 +53,21 @@ NUM_BINS = 28
 NUM_ROWS = 2048
 """Classes that have statistics. Others count for their parents."""
 
+KIND_BITS = 9
+"""Low bits of a code that are a class's kind; 0 for a class without a hint."""
+
+HINT_BITS = 11
+"""Low bits of a code that are its hint: kind, and whether the block was known."""
+
 ROOT = 0
 """The row of the class of all blocks."""
 
 SHRINK = 1024
 """The weight of the parent's statistics, in uses: of a few requests, as all blocks of
 one are used again together."""
+
+HINT_WEIGHT = 256
+"""The weight of the odds without a hint, in uses."""
 
 PRIOR = 32
 """The prior weight of reuses in each bin. With it alone, a block is worth less the
@@ -179,39 +194,73 @@ def rebuild(table: Any) -> None:
 @compiled
 def fill_index(table: Any) -> None:
     """Compute the values of blocks: classes add up to parents, then shrink to them."""
-    num_rows = np.int64(table.num_rows[()])
+    num_rows: Any = np.int64(table.num_rows[()])
     touches = empty(num_rows, np.float64)
     shares = empty(num_rows * NUM_BINS, np.float64)  # At first, sums of reuses.
+    totals = filled(num_rows, 0, np.float64)  # The same for all ages.
+    hint_of = filled(num_rows, 0, np.int64)
     for row in range(num_rows):
         touches[row] = table.touches[row]
         for age_bin in range(NUM_BINS):
             shares[row * NUM_BINS + age_bin] = table.reuses[row, age_bin]
-    for row in range(num_rows - 1, ROOT, -1):
-        parent: Any = table.parents[row]
-        begin: Any = table.begins[row]
-        # The second tree does not count for all blocks again.
-        if parent != ROOT or table.codes[row] > 0:
-            _add(touches, shares, parent, row)
-        if begin >= 0:
-            _add(touches, shares, begin, row)
+            totals[row] += table.reuses[row, age_bin]
+        code: Any = greater(np.int64(table.codes[row]), -np.int64(table.codes[row]))
+        if code & (1 << KIND_BITS) - 1:
+            hint_of[row] = code & (1 << HINT_BITS) - 1
     for row in range(num_rows):
-        has_touches = touches[row] > 0
-        for age_bin in range(NUM_BINS):
-            at = row * NUM_BINS + age_bin
-            if row == ROOT:
-                shares[at] = (shares[at] + PRIOR) / (touches[row] + PRIOR_TOUCHES)
-            else:
-                above = shares[table.parents[row] * NUM_BINS + age_bin]
-                if has_touches:
-                    total = touches[row] + SHRINK
-                    shares[at] = (shares[at] + SHRINK * above) / total
-                else:
-                    shares[at] = above
-        if row == ROOT or has_touches:
-            _fill_row(table, row, shares)
+        if table.begins[row] >= 0:
+            _add(touches, shares, table.begins[row], row)
+    for row in range(num_rows - 1, ROOT, -1):
+        # The second tree does not count for all blocks again.
+        if table.parents[row] != ROOT or table.codes[row] > 0:
+            _add(touches, shares, table.parents[row], row)
+    for row in range(num_rows):
+        if not hint_of[row]:
+            _shrink(table, row, touches, shares, totals, 1.0)
+    hints = filled(3 << HINT_BITS, 0, np.float64)  # Uses, reuses, and those expected.
+    for row in range(num_rows):
+        hint = 3 * hint_of[row]
+        if hint and table.codes[row] > 0:
+            hints[hint] += touches[row]
+            hints[hint + 1] += totals[row]
+            # A quotient, as a compiler might join a product and a sum.
+            hints[hint + 2] += touches[row] / (1 / totals[table.parents[row]])
+    for row in range(num_rows):
+        if hint_of[row]:
+            odds = _odds(hints, 3 * hint_of[row])
+            _shrink(table, row, touches, shares, totals, odds)
+
+
+@inlined
+def _odds(hints: Any, hint: int) -> Any:
+    """Return the odds of reuse with a hint, as a multiple of those without it."""
+    num, num_used = hints[hint], hints[hint + 1]
+    if num == 0:
+        return 1.0
+    chance = lesser(hints[hint + 2] / num, 1 - 2.0**-10)
+    num_unused = greater(num - num_used, 0.0) + HINT_WEIGHT * (1 - chance)
+    return (num_used + HINT_WEIGHT * chance) / num_unused / (chance / (1 - chance))
+
+
+@compiled
+def _shrink(
+    table: Any, row: int, touches: Any, shares: Any, totals: Any, odds: float
+) -> None:
+    """Compute a class's shares, from its parent's at other odds, and its index."""
+    parent: Any = table.parents[row]
+    chance = lesser(totals[parent], 1.0)
+    divisor = 1.0 if odds == 1 else (1 - chance) / odds + chance
+    total = 0.0
+    for age_bin in range(NUM_BINS):
+        at = row * NUM_BINS + age_bin
+        if row == ROOT:
+            shares[at] = (shares[at] + PRIOR) / (touches[row] + PRIOR_TOUCHES)
         else:
-            for age_bin in range(NUM_BINS + 1):
-                table.index[row, age_bin] = table.index[table.parents[row], age_bin]
+            above = shares[parent * NUM_BINS + age_bin] / divisor
+            shares[at] = (shares[at] + SHRINK * above) / (touches[row] + SHRINK)
+        total += shares[at]
+    totals[row] = total
+    _fill_row(table, row, shares)
 
 
 @compiled

@@ -13,7 +13,7 @@ def choose(monkeypatch):
     """The native choice in Python, where an index out of bounds is an error."""
     for name, function in (
         *(("empty", np.empty), ("filled", np.full), ("lesser", min), ("greater", max)),
-        *((name, getattr(hazard, name).py_func) for name in ("copy_items", "_sort")),
+        ("_sort", hazard._sort.py_func),
     ):
         monkeypatch.setattr(hazard, name, function)
     return hazard._native_choose_lowest.py_func

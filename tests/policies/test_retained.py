@@ -69,13 +69,9 @@ def test_blocks_of_a_lower_priority_are_evicted_before_older_ones():
     assert lru.victims(2) == {3, 0}
 
 
-def test_a_policy_without_native_functions_is_refused():
-    pure = get_policy_maker("lru")(4, 64)._replace(native=None)
+def test_a_policy_without_native_functions_and_a_second_wrapping_are_refused():
+    lru = get_policy_maker("lru")(4, 64)
     with pytest.raises(ValueError, match="has no native functions"):
-        make_retained(pure)
-
-
-def test_wrapping_twice_is_refused():
-    once = make_retained(get_policy_maker("lru")(4, 64))
+        make_retained(lru._replace(native=None))
     with pytest.raises(ValueError, match="retains blocks already"):
-        make_retained(once)
+        make_retained(make_retained(lru))

@@ -8,10 +8,11 @@ from jaxkv.policies import reuse
 
 
 def make_table(*counts):
-    """A table of classes: (code, parent, begin, uses, reuses at 0 ms) each."""
+    """A table of classes: (code, parent, begin, uses, reuses at 0 ms, kind) each."""
     table = reuse.init()
     bound = Bound(table)
-    for code, parent, begin, num_uses, num_reuses in counts:
+    for code, parent, begin, num_uses, num_reuses, *kind in counts:
+        code = (code << reuse.HINT_BITS) + sum(kind)
         row = reuse.row_of(bound, code, parent, begin, reuse.NUM_ROWS)
         table.touches[row] += num_uses
         table.reuses[row, 0] += num_reuses
@@ -50,6 +51,15 @@ def test_a_final_class_counts_for_the_class_of_its_beginning_and_once_for_all():
     root, at_begin, at_end = values(table)
     assert at_begin == at_end
     assert root == values(make_table((5, 0, -1, 900, 800)))[0]
+
+
+def test_a_kind_that_is_right_in_one_class_counts_in_all_classes():
+    kinds = (5, 1, -1, 900, 800, 1), (5, 1, -1, 900, 100, 2)
+    others = (6, 4, -1, 0, 0, 1), (6, 4, -1, 0, 0, 2), (6, 4, -1, 0, 0, 3)
+    table = make_table((5, 0, -1, 0, 0), *kinds, (6, 0, -1, 900, 400), *others)
+    plain, used, unused, unknown = values(table)[4:]
+    assert unused < plain < used
+    assert unknown == plain
 
 
 def test_without_room_a_class_counts_for_its_parent():

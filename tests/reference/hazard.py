@@ -13,9 +13,9 @@ NUM_BINS = 28
 STOPS = (None, "tool_use", "end_turn")
 TURN_BUCKET = (0, 0, 1, 2, 2, 3)
 # A class is a tuple of facts, each of which splits the class without it: those of the
-# request, its kind if it has one, as (kind,), whether the block was known, and the
-# conversation's pause. The request's are (stop, output, bucket of turns, share), or
-# (bucket, share) when it begins.
+# request, whether the block was known, the conversation's pause, and the request's kind
+# if it has one. The request's are (stop, output, bucket of turns, share), or (bucket,
+# share) when it begins.
 ALL = ()
 NEW, KNOWN = 1, 2
 # Where bins begin, in units of 512 ms, and how long they are.
@@ -32,15 +32,20 @@ def bin_of(age_ms):
     return number, int((units - STARTS[number]) / WIDTHS[number] * 256)
 
 
+def sum_of(nums):
+    """The sum in order; Python's and NumPy's own sums are rounded otherwise."""
+    return float(np.cumsum(nums)[-1])
+
+
 def bits_of(number):
     return int(np.float32(number).view(np.int32))
 
 
 def code_of(of_class):
     """The code of a class of a block whose request has finished."""
-    (stop, output, bucket, share), *kind, known, pause = of_class
+    (stop, output, bucket, share), known, pause, *kind = of_class
     number = ((stop * 5 + output) * 4 + bucket) * 4 + share
-    return number + 1 << 15 | known << 13 | pause + 1 << 9 | sum(k + 1 for (k,) in kind)
+    return number + 1 << 15 | pause + 1 << 11 | known << 9 | sum(k + 1 for k in kind)
 
 
 def tag_of(key):
@@ -85,7 +90,7 @@ class ReferenceHazard:
         self.classes = [ALL]  # in the order in which they were first seen
         self.begins = {}  # class -> the class by what is known at the beginning
         self.touches = {ALL: 0.0}
-        self.reuses = {ALL: [0.0] * NUM_BINS}
+        self.reuses = {ALL: np.zeros(NUM_BINS)}
         self.index = {}
         self.queue = []
         self.now_ms = None
@@ -144,12 +149,12 @@ class ReferenceHazard:
                 self.reuses[note.of_class][bin_of(self.age(note))[0]] += 1
         share = min(4 * notes.count(None) // len(keys), 3)
         bucket = TURN_BUCKET[turn]
-        request = [(bucket, share)] if kind is None else [(bucket, share), (kind,)]
+        rest = [pause] if kind is None else [pause, kind]
         classes = [
-            self.find_class(*request, NEW if note is None else KNOWN, pause)
+            self.find_class((bucket, share), NEW if note is None else KNOWN, *rest)
             for note in notes
         ]
-        self.current = self.find_class(*request, NEW, pause), turn
+        self.current = self.find_class((bucket, share), NEW, *rest), turn
         chosen = [None if key in self.notes else self.choose_slot(key) for key in keys]
         self.note(keys, positions, notes, chosen, classes, turn)
         kind_bits = 0 if kind is None else kind + 1
@@ -161,7 +166,7 @@ class ReferenceHazard:
         if num_output_tokens is not None:
             output = 1 + sum(num_output_tokens >= step for step in (64, 256, 1024))
         pause, share, bucket = mark & 7, mark >> 3 & 3, mark >> 5 & 3
-        kind = [((mark >> 10) - 1,)] if mark >> 10 else []
+        rest = [pause, (mark >> 10) - 1] if mark >> 10 else [pause]
         slots = [None if key in self.notes else self.find_slot(key) for key in keys]
         notes = [
             self.notes.get(key) or (self.ghosts[slot][1] if slot else None)
@@ -169,11 +174,12 @@ class ReferenceHazard:
         ]
         classes = []
         for note in notes:
-            known = NEW if note is None or note.of_class == ALL else note.of_class[-2]
-            begin = self.find_class((bucket, share), *kind, known, pause)
+            known = NEW if note is None or note.of_class == ALL else note.of_class[1]
+            begin = self.find_class((bucket, share), known, *rest)
             request = STOPS.index(stop), output, bucket, share
-            of_class = self.find_class(request, *kind, known, pause)
-            self.begins.setdefault(of_class, begin)
+            of_class = self.find_class(request, known, *rest)
+            for size in range(3, len(of_class) + 1):
+                self.begins.setdefault(of_class[:size], begin[:size])
             self.touches[of_class] += 1
             classes.append(of_class)
         for key in set(keys) & set(self.notes):
@@ -191,7 +197,7 @@ class ReferenceHazard:
             part = facts[:num]
             if part not in self.touches:
                 self.classes.append(part)
-                self.touches[part], self.reuses[part] = 0.0, [0.0] * NUM_BINS
+                self.touches[part], self.reuses[part] = 0.0, np.zeros(NUM_BINS)
                 self.index[part] = self.index[part[:-1]]
         return facts
 
@@ -257,35 +263,44 @@ class ReferenceHazard:
     # --- what is learned ---
 
     def decay(self):
-        for of_class, reuses in self.reuses.items():
+        for of_class in self.reuses:
             self.touches[of_class] -= self.touches[of_class] / 256
-            self.reuses[of_class] = [num - num / 256 for num in reuses]
+            self.reuses[of_class] -= self.reuses[of_class] / 256
 
     def rebuild(self):
-        touches = dict(self.touches)
-        reuses = {of_class: list(nums) for of_class, nums in self.reuses.items()}
-        for of_class in reversed(self.classes[1:]):
-            wholes = [of_class[:-1], self.begins.get(of_class)]
-            if len(of_class) == 1 and len(of_class[0]) == 2:
-                wholes.remove(ALL)  # It would count twice.
-            for whole in wholes:
-                if whole is not None:
-                    touches[whole] += touches[of_class]
-                    pairs = zip(reuses[whole], reuses[of_class], strict=True)
-                    reuses[whole] = [num + more for num, more in pairs]
-        shares = {}
-        for of_class in self.classes:
+        touches, reuses, shares = dict(self.touches), dict(self.reuses), {}
+        begins = list(self.begins.items())
+        parents = [(c, c[:-1]) for c in reversed(self.classes[1:])]
+        for of_class, whole in begins + parents:
+            if whole != ALL or len(of_class[0]) == 4:  # Else it counts twice.
+                touches[whole] += touches[of_class]
+                reuses[whole] = reuses[whole] + reuses[of_class]
+        for of_class in sorted(self.classes, key=lambda of_class: len(of_class) == 4):
             num, nums = touches[of_class], reuses[of_class]
             if of_class == ALL:
-                shares[ALL] = [(n + 32) / (num + 64 * NUM_BINS) for n in nums]
-            elif num == 0:
-                shares[of_class] = shares[of_class[:-1]]
-                self.index[of_class] = self.index[of_class[:-1]]
-                continue
+                shares[ALL] = (nums + 32) / (num + 64 * NUM_BINS)
             else:
-                pairs = zip(nums, shares[of_class[:-1]], strict=True)
-                shares[of_class] = [(n + 1024 * s) / (num + 1024) for n, s in pairs]
-            self.index[of_class] = self.make_row(shares[of_class])
+                above = shares[of_class[:-1]]
+                if len(of_class) == 4:
+                    above = above / self.divisor(of_class, sum_of(above), shares)
+                shares[of_class] = (nums + 1024 * above) / (num + 1024)
+            self.index[of_class] = self.make_row(shares[of_class].tolist())
+
+    def divisor(self, with_kind, chance, shares):
+        """Return what divides the shares without the kind, from all its classes."""
+        num = num_used = expected = 0.0
+        for of_class in self.classes:
+            if of_class[1::2] == with_kind[1::2] and len(of_class[0]) == 4:
+                num += self.touches[of_class]
+                num_used += sum_of(self.reuses[of_class])
+                expected += self.touches[of_class] / (1 / sum_of(shares[of_class[:-1]]))
+        if num == 0:
+            return 1.0
+        usual = min(expected / num, 1 - 2**-10)
+        odds = (num_used + 256 * usual) / (max(num - num_used, 0) + 256 * (1 - usual))
+        odds /= usual / (1 - usual)
+        chance = min(chance, 1.0)
+        return (1 - chance) / odds + chance if odds != 1 else 1.0
 
     @staticmethod
     def make_row(shares):

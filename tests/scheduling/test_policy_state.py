@@ -63,7 +63,7 @@ def test_an_engine_restores_learned_counts(path):
     with np.load(path, allow_pickle=False) as file:
         facts = {name: int(file[name]) for name in file if file[name].ndim == 0}
     num_rows = facts.pop("num_rows")
-    assert facts == {"format": 4, "host_blocks": 20, "block_size": 4}
+    assert facts == {"format": 5, "host_blocks": 20, "block_size": 4}
     assert num_rows == restored.num_rows > 10
 
 
@@ -180,7 +180,7 @@ def test_a_file_of_another_size_or_format_is_refused(path):
     two, ones = np.array(2, np.int32), np.ones_like(arrays["codes"])
     for change, match in (
         ({"host_blocks": np.int64(21)}, "has host_blocks=21, but must have 20"),
-        ({"format": np.int64(3)}, "has format=3, but must have 4"),
+        ({"format": np.int64(4)}, "has format=4, but must have 5"),
         ({"touches": arrays["touches"][1:]}, not_whole),
         ({"touches": arrays["touches"] - 1}, not_whole),
         ({"touches": arrays["touches"] + np.inf}, not_whole),
@@ -197,7 +197,7 @@ def test_a_file_of_another_size_or_format_is_refused(path):
     del arrays["block_size"]
     refuse(path, npz(arrays), not_whole)
     old = b'{"format": "jaxkv policy state 1", "policy": "hazard", "host_blocks": 20}'
-    refuse(path, old, "has format=1, but must have 4: remove it, or name another file")
+    refuse(path, old, "has format=1, but must have 5: remove it, or name another file")
     for content in (b"", b"{}", b"\xff", b"PK\x03\x04", bytes(1000)):
         refuse(path, content, not_whole)
     refuse(path, bytes(1 << 20), "cannot be read .it has more than 524288 bytes")

@@ -91,24 +91,3 @@ def test_a_block_fetched_from_a_store_is_not_declined(executor):
     placed = manager.place(keys, filtered=False)
     assert list(placed.keys) == keys
     assert manager.num_declined == before
-
-
-def test_the_kind_tells_prompts_that_come_back_from_others():
-    """Prompts that are alike otherwise: one in four comes back, after ten others."""
-    num_found = {}
-    for kinds in ((None, None), (1, 0)):
-        manager = OffloadingManager(16, NUM_BLOCKS, "hazard")
-        num_found[kinds] = 0
-        for number in range(1000):
-            for prompt, delay_ms in ((number, 0), (number - 20, 10_000)):
-                if delay_ms and (prompt < 0 or prompt % 4):
-                    continue
-                keys = [b"%d %d" % (prompt, i) for i in range(4)]
-                now_ms, kind = 20_000 * number + delay_ms, kinds[prompt % 4 > 0]
-                mark = manager.begin_request(keys, 64, now_ms, kind=kind)
-                num_found[kinds] += manager.lookup(keys) * (number >= 500)
-                stored = manager.prepare_store(keys).block_hashes_to_store
-                manager.complete_store(stored)
-                manager.finish_request(keys, mark, now_ms, 100)
-    assert num_found[None, None] < 250
-    assert num_found[1, 0] > 450  # Of 500.

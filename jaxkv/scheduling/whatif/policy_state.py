@@ -31,7 +31,7 @@ from jaxkv.transfer.storage.workers import DaemonThread
 
 SAVE_EVERY_MS = 600_000
 
-_FORMAT = 4
+_FORMAT = 5
 _FACTS = "format", "host_blocks", "block_size"
 _COLUMNS = "num_rows", "codes", "parents", "begins", "touches", "reuses"
 _MAX_BYTES = 1 << 19
