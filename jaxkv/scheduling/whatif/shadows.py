@@ -67,13 +67,7 @@ class Shadow(NamedTuple):
 
 
 def parse_shadows(text: str) -> tuple[Shadow, ...]:
-    """Parse the setting `shadow`: policies with multiples of the serving tier's size.
-
-    Example:
-        >>> parse_shadows("lru*0.5,2; hazard*1; off")[1:]
-        (Shadow(policy='lru', factor=2.0), Shadow(policy='hazard', factor=1.0), \
-Shadow(policy='off', factor=0.0))
-    """
+    """Parse the setting `shadow`: policies and multiples of the serving size."""
     shadows: list[Shadow] = []
     for part in text.split(";"):
         policy, star, factors = map(str.strip, part.partition("*"))
