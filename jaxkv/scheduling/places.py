@@ -70,15 +70,14 @@ class Places:
 
         An entry that stays keeps its time, which may have voided it.
         """
-        given, all_times = [], self._times[name]
-        for group, (table, new) in enumerate(zip(tables, new_tables, strict=True)):
-            times = all_times[group]
+        given, pairs = [], zip(tables, new_tables, strict=True)
+        for times, (table, new) in zip(self._times[name], pairs, strict=True):
             num = min(len(table), len(new))
             changed = list(range(num, len(new)))
             if table[:num] != new[:num]:
                 changed += [i for i in range(num) if table[i] != new[i]]
             now = self.give([new[index] for index in changed]) if changed else 0
-            all_times[group] = times = [*times[:num], *[now] * (len(new) - num)]
+            times[num:] = [now] * (len(new) - num)
             for index in changed:
                 times[index] = now
             given += [new[index] for index in changed]

@@ -388,8 +388,7 @@ def find_probe(
     if not runs:
         return None, None
     num_tokens = missing.num_tokens - max(min(starts), query.num_computed_tokens)
-    latencies_s = boundary.latencies_s
-    speed = gate.judge_fetch(boundary, num_tokens, num_rows, sum(latencies_s))
+    speed = gate.judge_fetch(boundary, num_tokens, num_rows, sum(boundary.latencies_s))
     if speed == "slow":
         return None, speed
     return (runs, gate.probe_s(boundary.probe_s, num_tokens)), None
