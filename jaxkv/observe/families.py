@@ -87,10 +87,7 @@ class Readings:
 
     @property
     def dropped(self) -> dict[str, float]:
-        """Blocks not stored on the host, by reason.
-
-        Lazy stores do not wait for room: no block is dropped because the host is full.
-        """
+        """Blocks not stored on the host, by reason; lazy stores do not need room."""
         reasons = ["failed", "reset"]
         if self.scheduler.rules.mode == "eager":
             is_limited = self.scheduler.rules.max_blocks_in_flight is not None
@@ -294,6 +291,8 @@ counter jaxkv:kv_offload_storage_probe_requests = storage.storage_io.stats.num_p
     Objects that these probes asked the store about.
 gauge jaxkv:kv_offload_storage_up = storage.storage_io.is_up
     0 while any kind of call to the store fails or is late, else 1.
+gauge jaxkv:kv_offload_storage_node_up (node) = storage.storage_io.node_states
+    0 while a node of the store (or the store, if it has none) is down, else 1.
 delays jaxkv:kv_offload_storage_read_seconds = storage.latencies.read
     How long the store took to answer each read of a block.
 delays jaxkv:kv_offload_storage_write_seconds = storage.latencies.write

@@ -141,6 +141,7 @@ class Boundary:
         self.number = number
         self.counts = TierCounts()
         self.bytes_per_s = 0.0  # The rate of fetches; 0 if unknown.
+        self.latencies_s = 0.0, 0.0  # Mean seconds of reads and probes.
         self.tier = tier = below.tier
         self.name = tier.medium.lower()  # In `Plan.deferral` and explanations.
         self.num_fetched_tokens: dict[str, int] = {}  # Per unfinished request.
@@ -427,6 +428,7 @@ class Boundary:
             if report.tier != self.number:
                 continue
             self._note_down(report.num_down)
+            self.latencies_s = report.latencies_s or self.latencies_s
             for move in self.fetches.report(report.fetched):
                 self._end_fetch(move)
             if report.fetched:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from operator import gt
+from operator import gt, is_
 from typing import TypeAlias
 
 import numpy as np
@@ -189,12 +189,12 @@ class EagerStores(Chooser):
     ) -> list[Ready]:
         """Find requests that fill or overwrite blocks; if due, since the last offer."""
         num_changes = self._stores.num_changes
-        due, names = [], scheduled
+        due, names, progress_of = [], scheduled, self._progress.get
         if is_due and self._scheduled:
             names = {**self._scheduled, **scheduled}
         try:
             for name in names:
-                progress = self._progress.get(name)
+                progress = progress_of(name)
                 if progress is None:
                     continue
                 num_tokens = progress.request.num_computed_tokens
@@ -359,7 +359,7 @@ class EagerStores(Chooser):
             progress.is_capped = False
             progress.limits = requests.check_stores(request)
         self._rewind(pool, progress, num_tokens, is_end=is_end)
-        if any(new is not old for new, old in zip(keys, progress.keys, strict=True)):
+        if not all(map(is_, keys, progress.keys)):
             self._check_keys(progress, keys, min(num_tokens, progress.min_tokens))
             progress.keys = tuple(keys)
         num_computed = self._num_full(progress, keys, progress.limits[0])
@@ -371,8 +371,10 @@ class EagerStores(Chooser):
                     pool.record(blocks, keys[group][first:end])
         progress.num_computed = list(map(max, progress.num_computed, num_computed))
         progress.next_tokens = self._next_tokens(progress)
-        offered, num_full = progress.num_offered, self._num_full(progress, keys)
-        progress.is_behind = not progress.is_skipped and any(map(gt, num_full, offered))
+        if progress.limits[1] < progress.limits[0]:
+            num_computed = self._num_full(progress, keys)
+        is_full = any(map(gt, num_computed, progress.num_offered))
+        progress.is_behind = is_full and not progress.is_skipped
 
     def _rewind(
         self, pool: DevicePool, progress: _Progress, num_tokens: int, *, is_end: bool

@@ -80,15 +80,16 @@ class Gate:
         return self._judge(load_s, num_tokens, self._num_slow)
 
     def judge_fetch(
-        self, num_tokens: int, num_blocks: int, num_ahead: int, bytes_per_s: float
+        self, boundary: Boundary, num_tokens: int, num_rows: int, min_s: float | None
     ) -> Speed:
-        """Judge a fetch of device blocks to the host, and then their load."""
-        if not bytes_per_s:
-            return None
-        num_bytes = num_blocks * self._block_bytes
-        num_bytes_ahead = num_ahead * self._block_bytes
-        fetch_s = (num_bytes_ahead + num_bytes) / bytes_per_s
-        if self.load_bytes_per_s:
+        """Judge a fetch of at least `min_s`, None for a fetch's rest, and the load."""
+        row_bytes, fetch_s = boundary.factor * self._block_bytes, min_s or 0.0
+        num_bytes = num_rows * row_bytes
+        if boundary.bytes_per_s:
+            num_ahead = 0 if min_s is None else boundary.fetches.num_blocks
+            all_bytes = num_bytes + num_ahead * row_bytes
+            fetch_s = max(fetch_s, all_bytes / boundary.bytes_per_s)
+        if fetch_s and self.load_bytes_per_s:
             fetch_s += num_bytes / self.load_bytes_per_s
         return self._judge(fetch_s, num_tokens, self._num_slow_fetches)
 
@@ -387,9 +388,7 @@ def find_probe(
     if not runs:
         return None, None
     num_tokens = missing.num_tokens - max(min(starts), query.num_computed_tokens)
-    num_ahead = boundary.fetches.num_blocks * factor
-    blocks = num_rows * factor, num_ahead
-    speed = gate.judge_fetch(num_tokens, *blocks, boundary.bytes_per_s)
+    speed = gate.judge_fetch(boundary, num_tokens, num_rows, sum(boundary.latencies_s))
     if speed == "slow":
         return None, speed
     return (runs, gate.probe_s(boundary.probe_s, num_tokens)), None
@@ -398,16 +397,14 @@ def find_probe(
 def judge_fetch(gate: Gate, boundary: Boundary, fetch: Fetch) -> Speed:
     """Judge the fetch of a whole prefix, after the blocks in flight."""
     num_tokens = fetch.num_tokens - max(fetch.end_tokens[0] - fetch.row_tokens, 0)
-    blocks = len(fetch.keys) * boundary.factor
-    num_ahead = boundary.fetches.num_blocks * boundary.factor
-    return gate.judge_fetch(num_tokens, blocks, num_ahead, boundary.bytes_per_s)
+    latency_s, _ = boundary.latencies_s
+    return gate.judge_fetch(boundary, num_tokens, len(fetch.keys), latency_s)
 
 
 def judge_rest(gate: Gate, boundary: Boundary, request_id: str) -> Speed:
     """Judge the part of a fetch that has not arrived."""
     num_blocks, num_tokens = boundary.num_left(request_id)
-    blocks = num_blocks * boundary.factor
-    return gate.judge_fetch(num_tokens, blocks, 0, boundary.bytes_per_s)
+    return gate.judge_fetch(boundary, num_tokens, num_blocks, None)
 
 
 def _plan_load(

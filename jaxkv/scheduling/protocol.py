@@ -211,6 +211,7 @@ class TierReport:
     # 1 if the worker no longer reaches the medium, -1 if it does again: meanwhile it
     # answers all moves as failed.
     num_down: int = 0
+    latencies_s: tuple[float, float] | None = None  # Means of reads and probes.
 
 
 class Mover(Protocol):

@@ -132,13 +132,6 @@ class Histogram:
     """Counts values by size. One thread adds to it; others may read meanwhile.
 
     `bounds` are the largest value of each bucket except the last, ascending.
-
-    Example:
-        >>> sizes = Histogram([1.0, 10.0])
-        >>> for size in (0.5, 1.0, 7.0, 70.0):
-        ...     sizes.add(size)
-        >>> sizes.counts, sizes.total
-        ((2, 1, 1), 78.5)
     """
 
     def __init__(self, bounds: Sequence[float]) -> None:

@@ -106,16 +106,6 @@ class MultiPoolEngine:
     otherwise do the same as in `TransferEngine`: all that `OffloadWorker` and
     `StorageWorker` need, except loads within a step. All pools share
     `num_host_blocks`, their memory and `staging_bytes`.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> keys, states = jnp.ones((8, 16, 4)), jnp.zeros((3, 5))
-        >>> engine = MultiPoolEngine([keys, states], num_host_blocks=32)
-        >>> pools = [keys, states]
-        >>> ticket = engine.save(pools, [5, 8 + 2], [30, 7])
-        >>> pools, [completion] = engine.drain(pools)
-        >>> completion.ticket == ticket, completion.num_bytes
-        (True, 276)
     """
 
     mode: Mode = "staged"

@@ -47,11 +47,7 @@ def padded_bytes(shape: tuple[int, ...], dtype: np.dtype, layout: Layout) -> int
 
 
 def lane_padding(length: int) -> float:
-    """Return the factor by which tiles on TPU pad a last dimension of some length.
-
-    >>> lane_padding(64), lane_padding(128)
-    (2.0, 1.0)
-    """
+    """Return the factor by which tiles on TPU pad a last dimension of some length."""
     return -(-length // LANES) * LANES / length
 
 

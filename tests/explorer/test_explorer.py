@@ -254,6 +254,16 @@ def test_a_step_that_drops_what_was_taken_after_a_preemption_is_found(monkeypatc
     assert [action[0] for action in actions] == ["admit", "preempt", "admit"]
 
 
+def test_a_conversation_that_evicts_its_own_head_is_found():
+    """As in vLLM, its tail takes the place of its head unless heads are kept."""
+    world = WORLDS["heads kept, one story"]
+    right = dataclasses.replace(world, requests=world.requests[-1:], acts=("preempt",))
+    explore(right, max_states=400)
+    rules = dataclasses.replace(right.rules, keep_heads=False)
+    _, error = found(dataclasses.replace(right, rules=rules), max_states=400)
+    assert "blocks [False, " in error
+
+
 def test_what_is_read_back_goes_wrong_as_it_did(tmp_path, monkeypatch):
     check = World.check
 

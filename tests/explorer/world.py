@@ -95,6 +95,8 @@ class Setup:
     # The engine ignores the tables that `update_state_after_alloc` returns.
     keeps_tables: bool = False
     served: tuple = ()  # Requests served before the start; the device forgot them.
+    # All requests are of one conversation: at the end the host has no tail alone.
+    is_story: bool = False
 
 
 @functools.cache
@@ -1226,6 +1228,15 @@ class World:
         if stats.num_offered != stats.num_stored + dropped + moving:
             raise WrongError(f"{stats} and {transit} do not add up")
 
+    def _check_heads(self):
+        """Check that each block on the host can be found, after those before it."""
+        longest = max((text for text, _ in self.setup.requests), key=len)
+        keys = make_keys(0, longest, 1, len(longest))
+        held = (self.host_tier.find(packed_keys(tuple(keys))) != NO_BLOCK).tolist()
+        num_headless = self.scheduler.stats.num_headless
+        if held != sorted(held, reverse=True) or num_headless:
+            raise WrongError(f"blocks {held} are held, {num_headless} without heads")
+
     def _check_holds(self):
         """Check that each block is held exactly as often as it is used."""
         device, host = self.pool.state, self.host_tier.executor.state
@@ -1318,6 +1329,8 @@ class World:
         if num_free != num:
             raise WrongError(f"{num_free} of {num} device blocks are free")
         self.pool.check()
+        if self.setup.is_story:
+            self._check_heads()
         for tier in self._tiers:
             pins = np.asarray(tier.executor.state.ref_cnt)
             if pins.any():

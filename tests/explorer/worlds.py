@@ -239,6 +239,14 @@ WORLDS = {
         "less",
         keep_heads=True,
     ),
+    "heads kept, one story": Setup(  # It outgrows the host, turn after turn.
+        (("abcdefgh", 2), ("abcdefgh", 5), ("abcdefgh", 7)),
+        rules=OffloadRules(keep_heads=True),
+        num_device_blocks=17,
+        chunk=2,
+        acts=("preempt", "abort", "forget", "less"),
+        is_story=True,
+    ),
     "heads": _with(replace(_WARM, requests=LONG), max_offload_tokens=2),
     # What is rare.
     "two workers": _with(_WARM, "part", "together", world_size=2),

@@ -636,14 +636,17 @@ def test_rounds_without_a_thread_wait_until_one_can_be_started(store):
                 assert end.receive("it") == [text, text]
 
 
-def test_a_store_that_is_full_for_one_process_is_full_for_all(store):
+def test_a_store_that_is_full_or_slow_for_one_process_is_for_all(store):
     with exchanging(store) as ends:
         agreements = [TierAgreement(end, 2) for end in ends]
-        for agreement, num_full in zip(agreements, (3, 5), strict=True):
-            agreement.send([TierReport(num_full=num_full)], 1, {})
+        reports = TierReport(num_full=3, latencies_s=(0.1, 0.2)), TierReport(num_full=5)
+        for agreement, report in zip(agreements, reports, strict=True):
+            agreement.send([report], 1, {})
             agreement.send([], 2, {})
         for agreement in agreements:
-            assert agreement.receive(1) == (TierReport(num_full=5),)
+            assert agreement.receive(1) == (
+                TierReport(num_full=5, latencies_s=(0.1, 0.2)),
+            )
             assert agreement.receive(2) == ()
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from jaxkv.scheduling.boundary import TierBelow
-from jaxkv.scheduling.protocol import TierReport
+from jaxkv.scheduling.protocol import ConnectorOutput, TierReport
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.scheduler import OffloadScheduler
 from jaxkv.scheduling.stats import OffloadStats
@@ -200,6 +200,18 @@ def test_rates_decide_about_loads_from_every_tier_below():
         scheduler.note_rates(1e9, 1e3, rates)
         answer = scheduler.get_num_new_matched_tokens(make_request("a", 1, 2), 0)
         assert answer == ((0, False) if is_slow else (None, False)), (num, rates)
+
+
+def test_a_tier_whose_reads_take_longer_than_prefill_is_not_asked():
+    """However many bytes per second it has: the prefill of 8 tokens takes 8 ms."""
+    for read_s in (0.005, 0.02):
+        scheduler = make_tiers(1)
+        scheduler.note_rates(1e9, 1e3, 1e9)
+        report = TierReport(latencies_s=(read_s, 0.0))
+        scheduler.update_connector_output(ConnectorOutput(below=(report,)))
+        answer = scheduler.get_num_new_matched_tokens(make_request("a", 1, 2), 0)[0]
+        assert answer == (None if read_s < 0.008 else 0)
+        assert scheduler.stats.num_fetches_declined == (read_s > 0.008)
 
 
 def test_wrong_rates_of_tiers_below_are_refused_and_change_nothing():

@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
@@ -102,6 +103,26 @@ def test_a_store_that_is_listed_once_is_listed_again_if_that_has_failed(
         store.faults.error = 0.0
         assert scheduler.wait_for_storage(worker)
         assert scheduler.num_storage_blocks_held == 3
+        assert not worker.storage.is_listing_due
+
+
+def test_a_store_is_listed_again_once_one_of_its_nodes_is_back(tmp_path):
+    """Failed reads have removed its blocks from the index."""
+    store, states = LocalStore(tmp_path), {"a": True, "b": True}
+    store.nodes = SimpleNamespace(states=lambda: states)
+    with engine(tmp_path, store=store, storage_list_s=None) as (scheduler, worker):
+        assert scheduler.wait_for_storage(worker)
+        fill(tmp_path, worker, 3)
+
+        def num_held():
+            scheduler.update_connector_output(worker.poll())
+            return scheduler.num_storage_blocks_held
+
+        states["b"] = False
+        assert num_held() == 0
+        assert not worker.storage.is_listing_due
+        states["b"] = True
+        wait_for(lambda: num_held() == 3)
         assert not worker.storage.is_listing_due
 
 

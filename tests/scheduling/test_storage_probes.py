@@ -135,14 +135,19 @@ def test_where_not_all_is_read_a_shorter_prefix_is_asked_for_too():
 
 
 def test_the_gate_says_how_long_to_wait_and_whether_at_all():
-    for rates, wait_s in (
+    for rates, latencies_s, wait_s in (
         # Unknown rates; a tenth of the 0.4 s of prefill; a fetch that is slower.
-        ((0.0, 0.0, 0.0), [PROBE_S]),
-        ((1e9, 20.0, 1e9), [0.04]),
-        ((1e9, 20.0, 1.0), []),
+        ((0.0, 0.0, 0.0), None, [PROBE_S]),
+        ((1e9, 20.0, 1e9), None, [0.04]),
+        ((1e9, 20.0, 1.0), None, []),
+        # A store whose answers to a read and a probe take as long as prefill, or not.
+        ((1e9, 20.0, 1e9), (0.3, 0.05), [0.04]),
+        ((1e9, 20.0, 1e9), (0.3, 0.2), []),
+        ((0.0, 20.0, 0.0), (0.0, 0.5), []),
     ):
         rig = probed(skip_slow_loads=True, block_bytes=10)
         rig.scheduler.note_rates(*rates)
+        rig.report_below(latencies_s=latencies_s)
         assert rig.offer(make_request("a", 1, 2))[0] == (None if wait_s else 0)
         rig.step()
         assert [probe.wait_s for probe in rig.probes()] == wait_s
@@ -291,6 +296,19 @@ def test_a_probe_finds_many_blocks_with_few_store_calls():
             assert store.num_requests == num_requests + 1 <= 25
             assert store.worker.num_probes["found" if num else "missing"] == 1
             assert sum(store.worker.latencies["probe"].counts) == 2
+
+
+def test_reports_have_moving_means_of_latencies(store):
+    store.write(*make_keys(1, 2))
+    for latency_s, mean_s in ((0.4, 0.4), (0.8, 0.8 - 0.4 * (15 / 16) ** 2)):
+        store.faulty.faults.hang = 1.0
+        store.fetch(make_keys(1, 2), is_awaited=False)
+        store.wait_until_hanging(2)
+        store.now_s += latency_s
+        store.faulty.faults.hang = 0.0
+        store.faulty.let_go()
+        (report,) = store.reports()
+        assert report.latencies_s == (pytest.approx(mean_s), 0.0)
 
 
 def test_what_was_not_there_is_not_asked_for_again_for_half_a_second(store):

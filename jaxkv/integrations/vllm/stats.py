@@ -65,7 +65,7 @@ _COUNTERS, _GAUGES, _SAMPLES = "counters", "gauges", "samples"
 
 def _joined(name: str, values: Collection[float]) -> float:
     """Join the values that a gauge has on several hosts or ranks."""
-    if name == "jaxkv:kv_offload_storage_up":
+    if name.endswith("_up"):
         return min(values)
     if name == "jaxkv:kv_offload_stores_paused" or name.endswith("_info"):
         return max(values)

@@ -191,6 +191,7 @@ class StorageWorker:
         kinds = "read", "write", "probe"
         # By kind of call: seconds until the store answered.
         self.latencies = {kind: Histogram(DELAY_BUCKETS) for kind in kinds}
+        self._means_s = {"read": 0.0, "probe": 0.0}  # Moving ones of `latencies`.
         # Probes by outcome: "found" if the store has any of the blocks.
         self.num_probes = dict.fromkeys(("failed", "found", "late", "missing"), 0)
         # Max blocks in the store by this engine's settings. Set before first `advance`.
@@ -214,6 +215,7 @@ class StorageWorker:
         self._ended = defaultdict(list)
         self._num_full = 0  # Writes since the last report that found the store full.
         self._is_down = False  # Whether the last report said so.
+        self._num_nodes_down = 0  # At the last report.
         # Blocks not to probe for, and until when; the earliest time first.
         self._absent: OrderedDict[BlockKey, float] = OrderedDict()
         self._listed_keys: list[BlockKey] = []  # Not reported yet.
@@ -332,13 +334,19 @@ class StorageWorker:
         )
         self._ended.clear()
         self._num_full = 0
-        return () if report == _NO_REPORT else (report,)
+        if report == _NO_REPORT:
+            return ()
+        means_s = self._means_s["read"], self._means_s["probe"]
+        latencies_s = means_s if any(means_s) else None
+        return (dataclasses.replace(report, latencies_s=latencies_s),)
 
     def _note_state(self, is_last: bool) -> int:
         """Return 1 if the store went down since the last report, -1 if it came back."""
-        was_down = self._is_down
+        was_down, num_down = self._is_down, self._num_nodes_down
         self._is_down = self.storage_io.is_down and not is_last
-        if was_down and not self._is_down and not self._is_whole:
+        self._num_nodes_down = list(self.storage_io.node_states.values()).count(False)
+        is_back = self._num_nodes_down < num_down and self._list_every_s != 0
+        if not self._is_down and (not self._is_whole if was_down else is_back):
             self._next_list_s = min(self._next_list_s, self._clock())
         return self._is_down - was_down
 
@@ -571,6 +579,9 @@ class StorageWorker:
         for kind, latencies in self.storage_io.take_latencies().items():
             for latency_s in latencies:
                 self.latencies[kind].add(latency_s)
+                if kind in self._means_s:
+                    mean_s = self._means_s[kind] or latency_s
+                    self._means_s[kind] = mean_s + (latency_s - mean_s) / 16
         self.storage_io.log_health()
 
     def _list(self) -> None:

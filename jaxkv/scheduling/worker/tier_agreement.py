@@ -51,7 +51,7 @@ class TierAgreement:
                 for listed in (report.found, report.gone)
             ]
             listing = *keys, report.listed, report.bound
-            nums = report.num_full, report.num_down
+            nums = report.num_full, report.num_down, report.latencies_s
             rows.append([report.tier, ended, *listing, *nums])
         self._exchange.send(json.dumps([plan, rows]), step)
         self._steps.append(step)
@@ -67,7 +67,7 @@ class TierAgreement:
             check_same_plans(step, "planned", plans, self._exchange.process)
             for rows in all_rows:
                 for tier, ended, keys, deleted, listed, bound, *nums in rows:
-                    num_full, num_down = nums
+                    num_full, num_down, latencies_s = nums
                     report = merged.get(tier, TierReport(tier=tier))
                     for kind, event, oks in ended:
                         outcome = self._join((tier, kind, event), oks)
@@ -82,6 +82,7 @@ class TierAgreement:
                         bound=report.bound if bound is None else tuple(bound),
                         num_full=max(report.num_full, num_full),
                         num_down=report.num_down + num_down,
+                        latencies_s=tuple(latencies_s or ()) or report.latencies_s,
                     )
         reports = (merged[tier] for tier in sorted(merged))
         return tuple(r for r in reports if r != TierReport(tier=r.tier))

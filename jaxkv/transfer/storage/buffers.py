@@ -15,13 +15,6 @@ class Buffers:
 
     At most `max_bytes` are kept while unused. New memory costs a page fault per 4 KiB,
     which takes longer than reading them from the page cache.
-
-    >>> buffers = Buffers(1 << 20)
-    >>> view = buffers.take(4096)
-    >>> address = view.obj.ctypes.data
-    >>> del view
-    >>> buffers.take(4096).obj.ctypes.data == address
-    True
     """
 
     def __init__(self, max_bytes: int) -> None:

@@ -23,15 +23,7 @@ class Bound(NamedTuple):
 
 
 def agreed_bound(bound: Bound, recorded: Sequence[Bound]) -> Bound:
-    """Return the bound that applies: the owner's, otherwise the largest.
-
-    >>> agreed_bound(Bound(16), [Bound(1000)]).num_blocks
-    1000
-    >>> agreed_bound(Bound(16), [Bound(1000), Bound(50, True)]).num_blocks
-    50
-    >>> agreed_bound(Bound(16, True), [Bound(1000), Bound(50, True)]).num_blocks
-    16
-    """
+    """Return the bound that applies: the owner's, otherwise the largest."""
     if bound.is_owners:
         return bound
     owners = [record for record in recorded if record.is_owners]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from typing import NamedTuple
 
 _EVERY_S = 60.0  # Between two lines of a kind, even if a store flaps
 # A full disk is tried again after each listing.
@@ -17,11 +16,6 @@ _UNREACHABLE = "unreachable"
 _log = logging.getLogger(__name__)
 
 
-class _Failure(NamedTuple):
-    reason: str
-    message: str
-
-
 class StoreHealth:
     """Tracks outages of a store, and makes the log lines about them.
 
@@ -30,22 +24,12 @@ class StoreHealth:
     It gets a warning at its first failure and a line at its end, each at most once a
     minute, and at most once an hour for a full store. `has_news` says whether
     `next_line` may return one.
-
-    >>> health = StoreHealth("redis://kv")
-    >>> health.note_failure("write", "unreachable", "Connection refused", 5.0)
-    >>> health.is_up, health.next_line(5.0)[1].partition(".")[0]
-    (False, 'the store redis://kv fails: write unreachable (Connection refused)')
-    >>> health.note_answer("read")
-    >>> health.is_up, health.next_line(5.5)
-    (True, None)
-    >>> health.next_line(8.0)[1]
-    'the store redis://kv recovered after 3 s (1 failed write)'
     """
 
     def __init__(self, url: str) -> None:
         self.has_news = False
         self._url = url
-        self._failing: dict[str, _Failure] = {}
+        self._failing: dict[str, tuple[str, str]] = {}  # Reason and message
         self._num_failed: Counter[str] = Counter()  # In this outage
         self._refused: dict[str, bool] = {}  # Whether each reason was logged
         self._first_s = 0.0  # Start of this outage
@@ -65,7 +49,7 @@ class StoreHealth:
         if not (self._failing or self._has_warned):
             self._first_s = now_s
             self._num_failed.clear()
-        self._failing[what] = _Failure(reason, message)
+        self._failing[what] = reason, message
         self._num_failed[what] += 1
         self._failed_s = now_s
         self.has_news = True
@@ -75,8 +59,8 @@ class StoreHealth:
         """Record an answer to a call of a kind."""
         if self._failing:
             self._failing.pop(what, None)
-            for kind, failure in list(self._failing.items()):
-                if failure.reason == _UNREACHABLE:
+            for kind, (reason, _) in list(self._failing.items()):
+                if reason == _UNREACHABLE:
                     del self._failing[kind]
 
     def note_down(self) -> None:
@@ -114,10 +98,13 @@ class StoreHealth:
         elif now_s >= max(self._failed_s + _SETTLED_S, self._inform_s):
             self._inform_s = now_s + _EVERY_S
             self._has_warned = self.has_news = False
-            return logging.INFO, (
-                f"the store {self._url} recovered after {now_s - self._first_s:.0f} s "
-                f"({self._counts()})"
+            counts = ", ".join(
+                f"{num} failed {what}{'s' if num > 1 else ''}"
+                for what, num in sorted(self._num_failed.items())
             )
+            after_s = now_s - self._first_s
+            line = f"the store {self._url} recovered after {after_s:.0f} s ({counts})"
+            return logging.INFO, line
         return None
 
     def _warn(self, now_s: float) -> None:
@@ -138,12 +125,6 @@ class StoreHealth:
                 f"the store {self._url} fails: {what} {reason} ({message}). {text}"
             )
             return
-
-    def _counts(self) -> str:
-        return ", ".join(
-            f"{num} failed {what}{'s' if num > 1 else ''}"
-            for what, num in sorted(self._num_failed.items())
-        )
 
 
 def log_line(line: tuple[int, str] | None) -> None:

@@ -193,11 +193,7 @@ class LocalStore:
 
 
 def folder_mode(mode: int) -> int:
-    """Return the permissions of folders for those of files: readers may enter.
-
-    >>> oct(folder_mode(0o600)), oct(folder_mode(0o660))
-    ('0o700', '0o770')
-    """
+    """Return the permissions of folders for those of files: readers may enter."""
     return 0o100 | mode | (mode & 0o444) >> 2
 
 

@@ -98,12 +98,7 @@ class Refusal(NamedTuple):
 
 
 def object_bytes_of(header: Piece) -> int | None:
-    """Return the bytes of an object by its header; None for other objects.
-
-    >>> blocks = ObjectFormat(b"model", "f32[2]", 8)
-    >>> object_bytes_of(blocks.encode(b"k" * 32, [b"payload."])[0])
-    200
-    """
+    """Return the bytes of an object by its header; None for other objects."""
     if len(header) < HEADER_BYTES or header[: len(MAGIC)] != MAGIC:
         return None
     return HEADER_BYTES + int(_SEALED.unpack_from(header)[-1])
@@ -117,13 +112,6 @@ class ObjectFormat:
     the caller's words. A `secret` of at least `MIN_SECRET_BYTES`, not counting white
     space around it, seals objects against other writers; None seals them against
     accidents only.
-
-    >>> blocks = ObjectFormat(b"model", "f32[2]", 8)
-    >>> pieces = blocks.encode(b"k" * 32, [b"payload."])
-    >>> bytes(blocks.decode(b"k" * 32, b"".join(pieces)))
-    b'payload.'
-    >>> blocks.decode(b"another key".ljust(32), b"".join(pieces))
-    Refusal(reason='key', is_ours=True)
     """
 
     def __init__(
@@ -176,12 +164,7 @@ class ObjectFormat:
         return [self.name_of(key, shard) for shard in range(self.num_shards)]
 
     def keys_of(self, names: Iterable[str]) -> tuple[list[BlockKey], list[int]]:
-        """Return the keys and shards of this folder's blocks among names.
-
-        >>> blocks = ObjectFormat(b"model", "f32[2]", 8)
-        >>> blocks.keys_of(["README", blocks.name(b"k" * 32)])
-        ([b'kkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkk'], [0])
-        """
+        """Return the keys and shards of this folder's blocks among names."""
         pairs = [match.group(2, 3) for match in self._matches(BLOCK_NAME, names)]
         raw = bytes.fromhex("".join([text for text, _ in pairs]))
         keys = [raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES)]
@@ -198,12 +181,7 @@ class ObjectFormat:
         return f"{self._folder}/{text}.{seal.hex()[:16]}"
 
     def bounds_of(self, names: Iterable[str]) -> list[Bound]:
-        """Return the recorded bounds among names.
-
-        >>> blocks = ObjectFormat(b"model", "f32[2]", 8)
-        >>> blocks.bounds_of(["README", blocks.bound_name(Bound(40))])
-        [Bound(num_blocks=40, is_owners=False)]
-        """
+        """Return the recorded bounds among names."""
         bounds = []
         for match in self._matches(BOUND_NAME, names):
             bound = Bound(int(match[2]), match[1] == "owner")
@@ -314,9 +292,6 @@ def checksum(pieces: Sequence[Piece]) -> int:
     """Return the XXH3-64 of a payload, padded with zeros to 256 bytes if below 241.
 
     The GIL is released meanwhile.
-
-    >>> checksum([bytes(100), bytes(156)]) == checksum([bytes(256)])
-    True
     """
     total = xxhash.xxh3_64()
     for piece in pieces:
@@ -328,11 +303,7 @@ def checksum(pieces: Sequence[Piece]) -> int:
 
 
 def as_bytes(data: Bytes) -> memoryview:
-    """View data as bytes; copy it only if it is not contiguous.
-
-    >>> len(as_bytes(np.zeros((2, 3), np.float32)))
-    24
-    """
+    """View data as bytes; copy it only if it is not contiguous."""
     if isinstance(data, np.ndarray):
         # The buffer protocol does not support bfloat16.
         return np.ascontiguousarray(data).reshape(-1).view(np.uint8).data

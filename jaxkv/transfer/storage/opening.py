@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from jaxkv.transfer.storage.local import LocalStore
 from jaxkv.transfer.storage.redis_store import RedisStore
-from jaxkv.transfer.storage.registered import registered_store
 from jaxkv.transfer.storage.store import BlobStore, memory_store
-from jaxkv.transfer.storage.store_url import SCHEMES, StoreUrl
+from jaxkv.transfer.storage.store_url import SCHEMES, StoreUrl, registered_store
 from jaxkv.transfer.storage.tensor_store import open_gs, open_s3
 
 
@@ -15,9 +14,6 @@ def open_store(text: str) -> BlobStore:
 
     ValueError: the URL is malformed. ImportError: an extra is missing. StoreError: the
     place cannot be used.
-
-    >>> open_store("memory://example").url
-    'memory://example'
     """
     url = StoreUrl.parse(text)
     if url.is_folder:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import math
+import socket
 import threading
 import time
 import urllib.parse
@@ -13,6 +16,7 @@ from typing import Any
 
 from jaxkv._util import hint, one_line, shown
 from jaxkv._util.extras import pip_install
+from jaxkv.transfer.storage.outage import Outages
 from jaxkv.transfer.storage.store import (
     Blob,
     ErrorKind,
@@ -35,9 +39,10 @@ _RECONNECT_S = 1.0  # Between two connections of a thread that a server refuses.
 class RedisStore:
     """A store in Redis or Valkey, one server or a cluster: a value per object.
 
-    A call is one pipeline on a connection of its thread, per node of a cluster: a node
-    that fails costs only its values. redis-py follows values that move. ImportError:
-    redis-py is missing. ValueError: redis-py refuses an option of the URL.
+    A call is one pipeline on a connection of its thread, per node of a cluster. A node
+    that fails costs only its values, and is not called until it answers again. redis-py
+    follows values that move. ImportError: redis-py is missing. ValueError: redis-py
+    refuses an option of the URL.
     """
 
     lanes = Lanes(readers=4, writers=2, call_bytes=4 << 20)
@@ -55,8 +60,8 @@ class RedisStore:
         }
         if not url.is_cluster:
             self._options["redis_connect_func"] = self._on_connect
-        self._nodes = {(host, port or _PORT): None for host, port in url.nodes[1:]}
-        self._text = _first_node(url.text) if url.is_cluster else url.text
+        self._addresses = {(host, port or _PORT): None for host, port in url.nodes}
+        self._text = _text_of_node(url.text) if url.is_cluster else url.text
         fault = ""
         try:
             # This checks the options without connecting.
@@ -75,6 +80,7 @@ class RedisStore:
         self._thread = threading.local()
         # Weak, so that clients of ended threads, such as listers, are closed.
         self._clients: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.nodes = Outages(url.shown, self._wait_for_node)
 
     @property
     def url(self) -> str:
@@ -126,56 +132,79 @@ class RedisStore:
         results: list[Any] = [None] * len(commands)
         for node, rows in self._by_node(commands).items():
             try:
-                self._allow(max_bytes)
-                pipeline = self._client().pipeline(transaction=False)
-                for row in rows:
-                    pipeline.execute_command(*commands[row])
-                answers = pipeline.execute(raise_on_error=False)
+                of_node = [commands[row] for row in rows]
+                answers = self._answers(node, of_node, max_bytes)
             except Exception as error:  # From redis-py, sockets or name resolution.
-                answers = [self._error_of(error)] * len(rows)
-                if node is None:
+                failure = self._failure_of(node, error)
+                answers = [failure] * len(rows)
+                states = self.nodes.states().values()
+                if not any(states) if node else len(rows) == len(commands):
                     break
             for row, answer in zip(rows, answers, strict=True):
                 results[row] = answer
         else:
             return results
-        raise answers[0]  # Without the error, which may contain the password.
+        raise failure  # Without the error, which may contain the password.
 
     def _by_node(self, commands: Sequence[tuple[Any, ...]]) -> dict[Any, list[int]]:
-        """Group the rows of commands by node; all are None's if the node is unknown."""
-        if not self._store_url.is_cluster:
-            return {None: [*range(len(commands))]}
+        """Group the rows of commands by their node's name, None if it is unknown."""
         rows: dict[Any, list[int]] = {}
         for row, command in enumerate(commands):
-            name = command[2 if command[0] == "OBJECT" else 1]
-            try:
-                node = self._client().get_node_from_key(name).name
-            except Exception:  # The pipeline raises it again.
-                return {None: [*range(len(commands))]}
+            name, node = command[2 if command[0] == "OBJECT" else 1], None
+            if self._store_url.is_cluster:
+                with contextlib.suppress(Exception):  # The pipeline raises it again.
+                    node = self._client().get_node_from_key(name).name
             rows.setdefault(node, []).append(row)
         return rows
+
+    def _answers(
+        self, node: str | None, commands: Sequence[tuple[Any, ...]], max_bytes: int
+    ) -> list[Any]:
+        """Run a pipeline on a node, or on the server or any nodes if it is None."""
+        self._allow(max_bytes)
+        client = self._client() if node is None else self._client_of(node)
+        pipeline = client.pipeline(transaction=False)
+        for command in commands:
+            pipeline.execute_command(*command)
+        answers: list[Any] = pipeline.execute(raise_on_error=False)
+        errors = self._redis.exceptions
+        moves = errors.MovedError, errors.AskError, errors.TryAgainError
+        moved = [row for row, answer in enumerate(answers) if isinstance(answer, moves)]
+        if node is not None and moved:
+            new = self._answers(None, [commands[row] for row in moved], max_bytes)
+            for row, answer in zip(moved, new, strict=True):
+                answers[row] = answer
+        return answers
+
+    def _client_of(self, name: str) -> Any:
+        """Return this thread's client of a node of the cluster."""
+        self.nodes.check_up(name)
+        client = self._client()
+        return client.get_redis_connection(client.get_node(node_name=name))
+
+    def _failure_of(self, node: str | None, error: Exception) -> StoreError:
+        """Convert an error; a node that caused it is not called until it answers."""
+        failure = self._error_of(error)
+        if node is not None and failure.kind == "unreachable":
+            self.nodes.begin(node, str(failure))
+        return failure
 
     def _scan_all(self, match: str) -> Iterator[list[str]]:
         client = self._client()
         if not self._store_url.is_cluster:
             yield from self._scan(functools.partial(client.scan, match=match))
             return
-        failures, nodes = [], client.get_primaries()
+        failures, nodes = [], [node.name for node in client.get_primaries()]
         for node in nodes:
-
-            def scan(cursor: int, count: int, node: Any = node) -> Any:
-                cursors, names = client.scan(
-                    cursor, match=match, count=count, target_nodes=node
-                )
-                return cursors[node.name], names
-
             try:
+                scan = functools.partial(self._client_of(node).scan, match=match)
                 yield from self._scan(scan)
             except Exception as error:  # Once the other nodes have been listed.
-                failures.append(self._error_of(error))
-        if failures:  # The store is down only if all nodes are.
-            is_down = len(failures) == len(nodes)
-            raise failures[0] if is_down else StoreError("other", str(failures[0]))
+                failures.append(self._failure_of(node, error))
+        for failure in failures[:1]:  # The store is down only if all nodes are.
+            if len(failures) == len(nodes):
+                raise failure
+            raise StoreError("other", str(failure), was_down=failure.was_down)
 
     def _scan(
         self, scan: Callable[..., tuple[int, list[bytes]]]
@@ -200,7 +229,21 @@ class RedisStore:
     def _bound(self, connection: Any) -> None:
         """Make a connection refuse answers that are longer than allowed."""
         error = self._redis.exceptions.InvalidResponse
-        connection._sock = _BoundedSocket(connection._sock, self._thread, error)
+        sock = _BoundedSocket(connection._sock, self._thread, error)
+        connection._sock = sock
+        if self._store_url.is_cluster:
+            sock.node = f"{connection.host}:{connection.port}"
+            if sock.node != getattr(self._thread, "node_to_ask", None):
+                self.nodes.check_up(sock.node)
+            self.nodes.watch(sock)
+
+    def _wait_for_node(self, name: str) -> None:
+        """Wait for an answer of a node, if it is still in the cluster."""
+        self._thread.node_to_ask = name
+        client = self._client()
+        node = client.get_node(node_name=name)
+        if node is not None:
+            client.get_redis_connection(node).ping()
 
     def list(self, folder: str) -> Iterator[list[str]]:
         """List values, in a cluster one node after the other."""
@@ -231,6 +274,7 @@ class RedisStore:
         return answers_of(self._run(commands, lambda num_bytes: num_bytes))
 
     def close(self) -> None:
+        self.nodes.close()
         for client in list(self._clients):
             self._disconnect(client)
 
@@ -246,13 +290,15 @@ class RedisStore:
         A cluster's client that finds new nodes closes connections that other threads
         would be using.
         """
+        if self.nodes.down:
+            self._forget_client()  # A replica may have taken its place.
         if not hasattr(self._thread, "client"):
             client = self._thread.client = self._connect()
             self._clients.add(client)
             if self._store_url.is_cluster:
-                self._nodes |= {
-                    (node.host, node.port): None for node in client.get_nodes()
-                }
+                nodes = client.get_nodes()
+                self._addresses |= {(node.host, node.port): None for node in nodes}
+                self.nodes.names = frozenset(node.name for node in nodes)
         return self._thread.client
 
     def _connect(self) -> Any:
@@ -260,7 +306,9 @@ class RedisStore:
         if not self._store_url.is_cluster:
             options = self._options | {"command_packer": _Packer()}
             return self._redis.Redis.from_url(self._text, **options)
-        nodes = [self._redis.cluster.ClusterNode(*node) for node in self._nodes]
+        addresses, down = [*self._addresses], self.nodes.down
+        up = [it for it in addresses if f"{it[0]}:{it[1]}" not in down] or addresses
+        nodes = [self._redis.cluster.ClusterNode(*address) for address in up]
         bound = self._bound
 
         class Cluster(self._redis.RedisCluster):  # type: ignore[misc, name-defined]
@@ -269,7 +317,8 @@ class RedisStore:
                 super().on_connect(connection)
 
         self._allow()
-        return Cluster.from_url(self._text, startup_nodes=nodes, **self._options)
+        text = _text_of_node(self._store_url.text, *up[0])
+        return Cluster.from_url(text, startup_nodes=nodes, **self._options)
 
     def _error_of(self, error: Exception) -> StoreError:
         if isinstance(error, StoreError):
@@ -344,11 +393,13 @@ def _option_names(connection: type) -> list[str]:
     return sorted({name for i in inits for name in inspect.signature(i).parameters})
 
 
-def _first_node(url: str) -> str:
-    """Return the URL of a cluster with its first node alone, as redis-py reads it."""
+def _text_of_node(url: str, host: str = "", port: int = _PORT) -> str:
+    """Return the URL of a cluster with one node, the first by default, for redis-py."""
     split = urllib.parse.urlsplit(url.replace("+cluster", "", 1))
     user, at, nodes = split.netloc.rpartition("@")
-    return split._replace(netloc=f"{user}{at}{nodes.partition(',')[0]}").geturl()
+    node = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    netloc = node if host else nodes.partition(",")[0]
+    return split._replace(netloc=f"{user}{at}{netloc}").geturl()
 
 
 class _BoundedSocket:
@@ -356,16 +407,33 @@ class _BoundedSocket:
 
     def __init__(self, sock: Any, thread: Any, error: type[Exception]) -> None:
         self._sock, self._thread, self._error = sock, thread, error
+        self.node = ""  # Of a cluster.
+        self.since_s = math.inf  # When the present call of the socket began.
 
     def recv(self, num_bytes: int) -> bytes:
-        data: bytes = self._sock.recv(num_bytes)
+        data: bytes = self._timed(self._sock.recv, num_bytes)
         self._count(len(data))
         return data
 
     def recv_into(self, *args: Any) -> int:
-        num: int = self._sock.recv_into(*args)
+        num: int = self._timed(self._sock.recv_into, *args)
         self._count(num)
         return num
+
+    def sendall(self, data: Piece) -> None:
+        self._timed(self._sock.sendall, data)
+
+    def end(self) -> None:
+        """End the present call, which is in another thread."""
+        with contextlib.suppress(OSError):  # TLS would wait for its own farewell.
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+
+    def _timed(self, call: Callable[..., Any], *args: Any) -> Any:
+        self.since_s = time.monotonic()
+        try:
+            return call(*args)
+        finally:
+            self.since_s = math.inf
 
     def _count(self, num: int) -> None:
         self._thread.num_left = getattr(self._thread, "num_left", 0) - num

@@ -15,17 +15,6 @@ class RunSearch:
     probes blocks at doubling distances and the last one; each later round leaves a
     quarter of the range. Of n blocks it probes at most log2(n) + 2, and about 3 log4(n)
     more unless all or none exist. `num_found` is the number known to exist.
-
-    >>> search = RunSearch(100)
-    >>> while indices := search.next_indices():
-    ...     print(indices)
-    ...     search.note(indices, [index < 37 for index in indices])
-    [0, 1, 3, 7, 15, 31, 63, 99]
-    [39, 47, 55]
-    [33, 35, 37]
-    [36]
-    >>> search.num_found
-    37
     """
 
     def __init__(self, num_blocks: int) -> None:

@@ -16,7 +16,7 @@ from jaxkv._util import Resource, check_whole
 from jaxkv.transfer.storage.census import Bound, Census, agreed_bound
 from jaxkv.transfer.storage.health import StoreHealth, log_line
 from jaxkv.transfer.storage.objects import Bytes, ObjectFormat, Refusal
-from jaxkv.transfer.storage.outage import Outage
+from jaxkv.transfer.storage.outage import Outages
 from jaxkv.transfer.storage.run_search import RunSearch
 from jaxkv.transfer.storage.store import (
     BlobStore,
@@ -116,14 +116,7 @@ class StorageIOStats:
 
 
 class Rate:
-    """Bytes per second while something is in flight; the past counts less and less.
-
-    >>> rate = Rate()
-    >>> rate.start(0.0)
-    >>> rate.stop(2.0, 100)
-    >>> rate.bytes_per_s
-    50.0
-    """
+    """Bytes per second while something is in flight; the past counts less and less."""
 
     def __init__(self) -> None:
         self._num_open = 0
@@ -202,22 +195,14 @@ class StorageIO(Resource):
     closes the store.
 
     A store that cannot be reached, or answers no call until a deadline, is down: what
-    it has to answer fails, and so does each new operation, as ``"down"``, until an
-    `Outage` or a late answer shows that it is up again.
+    it has to answer fails, and so does each new operation, as ``"down"``, until the
+    `Outages` or a late answer show that it is up again. Of a store with `nodes`, only
+    the objects of a node that is down count as missing.
 
     At most `write_bytes` of writes are open (queued or with the store), and at most
     `read_bytes` of reads (queued, with the store, or not polled; an abandoned read
     counts until the store answers). `num_in_flight` objects are read, or written, at
     once.
-
-    >>> from jaxkv.transfer.storage import MemoryStore
-    >>> blocks = ObjectFormat(b"model", "u8[4]", 4)
-    >>> with StorageIO(MemoryStore(), blocks) as storage:
-    ...     _ = storage.submit_writes([(b"k" * 32, [b"body"])])
-    ...     _ = storage.wait()
-    ...     _ = storage.submit_reads([b"k" * 32], deadline_s=float("inf"))
-    ...     bytes(storage.wait()[0].payload)
-    b'body'
     """
 
     def __init__(
@@ -235,6 +220,7 @@ class StorageIO(Resource):
         self.objects = objects
         self.label = ""  # See `ObjectFormat.label_name`. Set before `list_all`.
         self._store = store
+        self._nodes: Outages | None = getattr(store, "nodes", None)
         self._max_bytes = {"write": write_bytes, "read": read_bytes}
         self._clock = clock
 
@@ -273,7 +259,7 @@ class StorageIO(Resource):
         self._health = StoreHealth(store.url)
         self._is_down = False
         self._answered_s = float("-inf")  # Latest answer to any call
-        self._outage = Outage("jaxkv storage", self._ask_store, self._note_up)
+        self._outage = Outages(store.url, self._ask_store, self._note_up)
         # Seconds that recent operations took, until `take_latencies`
         self._latencies: dict[str, collections.deque[float]] = {
             kind: collections.deque(maxlen=_MAX_LATENCIES)
@@ -448,18 +434,15 @@ class StorageIO(Resource):
 
     def cancel(self, tickets: Iterable[int], *, is_late: bool = False) -> None:
         """Abandon operations without a report; `is_late` counts them as failures."""
-        cancelled, is_silent = set(tickets), False
+        cancelled = set(tickets)
         with self._lock:
-            for ticket in cancelled:
-                job = self._jobs.pop(ticket, None)
-                if job is not None:
-                    self._give_up(job)
-                    if is_late:
-                        self._failed[f"{job.kind} late"] += 1
-                        self._note_late(job)
-                        is_silent |= self._answered_s <= job.since_s
-            if is_silent:
-                self._note_down()
+            jobs = [self._jobs.pop(ticket, None) for ticket in cancelled]
+            late = list(filter(None, jobs))
+            for job in late:
+                self._give_up(job)
+            if is_late:
+                self._failed.update(f"{job.kind} late" for job in late)
+                self._note_late(late)
             kept: collections.deque[Completion] = collections.deque()
             for completion in self._completions:
                 if completion.ticket not in cancelled:
@@ -499,6 +482,12 @@ class StorageIO(Resource):
     def is_down(self) -> bool:
         """Whether operations fail at once, until the store answers again."""
         return self._is_down
+
+    @property
+    def node_states(self) -> dict[str, bool]:
+        """Whether each node of the store is up, by name; the store if it has none."""
+        states = {} if self._nodes is None else self._nodes.states()
+        return states or {self.url: not self._is_down}
 
     def take_latencies(self) -> dict[str, list[float]]:
         """Return the seconds that operations took since the last call, by kind."""
@@ -558,7 +547,7 @@ class StorageIO(Resource):
                 num_ended = self._end_queue(kind, "closed")
                 self._counts["dropped"] += num_ended * (kind == "write")
             self._deletes.clear()
-            self._outage.end()
+            self._outage.close()
             for wakes in (*self._wakes.values(), self._wakes_waiters):
                 wakes.notify_all()
         self._store.close()
@@ -650,7 +639,8 @@ class StorageIO(Resource):
             self._num_idle[job.kind] = 0
 
     def _poll(self) -> list[Completion]:
-        now_s, is_silent = self._clock(), False
+        now_s = self._clock()
+        late: list[_Job] = []
         while self._deadlines and self._deadlines[0][0] <= now_s:
             _, ticket = heapq.heappop(self._deadlines)
             job = self._jobs.pop(ticket, None)
@@ -660,11 +650,10 @@ class StorageIO(Resource):
                     self._failed["probe late"] += 1
                 else:
                     self._counts["late"] += 1
-                self._note_late(job)
-                is_silent |= self._answered_s <= job.since_s
+                late.append(job)
                 self._completions.append(job.ended("late"))
-        if is_silent:
-            self._note_down()
+        if late:
+            self._note_late(late)
         completions, self._completions = self._completions, collections.deque()
         for completion in completions:
             if completion.payload is not None:
@@ -777,13 +766,20 @@ class StorageIO(Resource):
         now_s = self._clock()
         self._failed[f"{what} {error.kind}"] += 1
         self._last_error = str(error)
-        self._health.note_failure(what, error.kind, str(error), now_s)
+        if not error.was_down:
+            self._health.note_failure(what, error.kind, str(error), now_s)
         if (what, error.kind) == ("write", "full"):
             self._full_until_s = now_s + _FULL_RETRY_S
 
-    def _note_late(self, job: _Job) -> None:
-        why = "no answer in time"
-        self._health.note_failure(job.kind, "late", why, self._clock())
+    def _note_late(self, jobs: Sequence[_Job]) -> None:
+        """Record jobs without an answer in time; find out what is down."""
+        now_s, has_down = self._clock(), False
+        for job in jobs:
+            self._health.note_failure(job.kind, "late", "no answer in time", now_s)
+        if jobs and self._nodes is not None:
+            has_down = self._nodes.give_up(now_s - min(job.since_s for job in jobs))
+        if not has_down and any(self._answered_s <= job.since_s for job in jobs):
+            self._note_down()
 
     def _note_answer(self, what: str) -> None:
         self._answered_s = self._clock()
@@ -795,10 +791,8 @@ class StorageIO(Resource):
         """End all operations, and let later ones fail until the store answers."""
         if self._is_down or self._is_closed:
             return
-        try:
-            self._outage.begin()
-        except StoreError:  # Without a thread, each operation waits for the store.
-            return
+        if not self._outage.begin():
+            return  # Each operation waits for the store.
         self._is_down = True
         self._health.note_down()
         for kind in self._queues:
@@ -812,19 +806,18 @@ class StorageIO(Resource):
 
     def _set_up(self) -> None:
         self._is_down = False
-        self._outage.end()
+        self._outage.end("")
         self._health.note_up()
         self._wakes["delete"].notify_all()
 
     # The methods below run in this object's threads, without the lock.
 
-    def _ask_store(self) -> bool:
-        """Whether the store answers."""
+    def _ask_store(self, _: str) -> None:
+        """Wait for an answer of the store; raise an error if it fails."""
         names = [f"{self.objects.folder}/up.{number}" for number in range(_NUM_ASKED)]
-        answers = attempt(self._store.exists, names)
-        if isinstance(answers, StoreError):
-            return False
-        return not all(isinstance(answer, StoreError) for answer in answers)
+        answers = self._store.exists(names)
+        if all(isinstance(answer, StoreError) for answer in answers):
+            answers_of(answers)
 
     def _note_up(self) -> None:
         with self._lock:
@@ -888,7 +881,10 @@ class StorageIO(Resource):
             names += [self.objects.name(job.run[index]) for index in job.indices]
         with self._lock:
             self._counts["probed"] += len(names)
-        answers = iter(self._store.exists(names))
+        answers = (
+            False if isinstance(answer, StoreError) and answer.was_down else answer
+            for answer in self._store.exists(names)
+        )
         return [
             attempt(answers_of, itertools.islice(answers, len(job.indices)))
             for job in jobs

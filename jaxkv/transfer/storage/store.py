@@ -40,12 +40,16 @@ class StoreError(Exception):
     """A call that a store could not answer.
 
     The kind is ``"full"`` if there is no room, ``"denied"`` if permissions are missing,
-    ``"unreachable"`` if the store does not answer, otherwise ``"other"``.
+    ``"unreachable"`` if the store does not answer, otherwise ``"other"``. `was_down`:
+    nothing was called, because a node is known to be down; its objects are missing.
     """
 
-    def __init__(self, kind: ErrorKind, message: str) -> None:
+    def __init__(
+        self, kind: ErrorKind, message: str, *, was_down: bool = False
+    ) -> None:
         super().__init__(message)
         self.kind: ErrorKind = kind
+        self.was_down = was_down
 
 
 class Lanes(NamedTuple):
@@ -170,11 +174,7 @@ def answers_of(answers: Iterable[_T | StoreError]) -> list[_T]:
 
 
 def check_name(name: str) -> str:
-    """Return a name if it is valid, else raise a ValueError.
-
-    >>> check_name("ab/abcdef.0")
-    'ab/abcdef.0'
-    """
+    """Return a name if it is valid, else raise a ValueError."""
     if not is_name(name):
         raise ValueError(f"name={name[:_MAX_LETTERS]!r} is no name of an object.")
     return name
@@ -213,14 +213,7 @@ def attempt(
 
 
 class MemoryStore:
-    """A store in the memory of this process, for tests and for trying things out.
-
-    >>> store = MemoryStore()
-    >>> store.put([("ab/1.0", [b"head", b"body"])])
-    [None]
-    >>> [bytes(blob) for blob in store.get(["ab/1.0"], 100)]
-    [b'headbody']
-    """
+    """A store in the memory of this process, for tests and for trying things out."""
 
     lanes = Lanes(2, 2, 1 << 20)
 

@@ -11,11 +11,11 @@ import re
 import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint, entry_points
 from typing import NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from jaxkv._util import did_you_mean, shown
-from jaxkv.transfer.storage.registered import registered_store
 
 _SCHEME = "[A-Za-z][A-Za-z0-9+.-]*"
 _HOST = r"(?:[\w.-]+|\[[0-9A-Fa-f:.]+\])"
@@ -100,6 +100,14 @@ _VALUE = re.compile(rf"(?:https?://)?{_NODE}/?")
 _ENDPOINT = re.compile(rf"https?://(?:[^\s/?#@]*@)?{_NODE}(?:/[^?#]*)?")
 
 
+def registered_store(scheme: str) -> EntryPoint | None:
+    """Return the entry point that opens URLs of a scheme of another package, if any.
+
+    It loads what returns a `BlobStore` for a `StoreUrl`, or raises a ValueError.
+    """
+    return next(iter(entry_points(group="jaxkv.stores", name=scheme)), None)
+
+
 @dataclass(frozen=True)
 class StoreUrl:
     """The checked URL of a store."""
@@ -118,13 +126,6 @@ class StoreUrl:
         """Check the URL of a store, or the path of a folder.
 
         A ValueError names the value and its likely right form.
-
-        >>> StoreUrl.parse("file:///var/cache/kv?mode=660").path
-        '/var/cache/kv'
-        >>> StoreUrl.parse("localhost:6379")
-        Traceback (most recent call last):
-        ValueError: storage='localhost:6379' must begin with the scheme of a URL, such \
-as redis://localhost:6379, or with ./ to be a folder.
         """
         is_text = isinstance(text, str)  # Bytes may also contain a secret.
         url = _parse(text) if is_text else " must be a URL or the path of a folder"
@@ -172,15 +173,7 @@ as redis://localhost:6379, or with ./ to be a folder.
 
 
 def shown_url(text: str) -> str:
-    """Return any text without what would be a secret in a URL.
-
-    >>> shown_url("redis://me:secret@localhost:6379/0?password=secret")
-    'redis://localhost:6379/0'
-    >>> shown_url("s3://bucket/kv?region=eu"), shown_url("/var/cache/kv")
-    ('s3://bucket/kv?region=eu', '/var/cache/kv')
-    >>> shown_url("gs://bucket/kv&token=secret"), shown_url("redis://:secret")
-    ('gs://bucket/kv...', 'redis://...')
-    """
+    """Return any text without what would be a secret in a URL."""
     if not text or len(text) > _MAX_LETTERS:
         return text and "..."
     if not _folder_fault(text):

@@ -3,12 +3,15 @@
 import contextlib
 import gc
 import itertools
+import math
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 import types
 import urllib.parse
 from contextlib import ExitStack, closing
@@ -23,11 +26,13 @@ from jaxkv.transfer.storage import (
     MemoryStore,
     ObjectFormat,
     Refusal,
+    StorageIO,
     StoreError,
     open_store,
     redis_store,
     tensor_store,
 )
+from jaxkv.transfer.storage.storage_io import Listed
 from jaxkv.transfer.storage.store import SizedStore, TimedStore, can_list
 from jaxkv.transfer.storage.tensor_store import TensorStoreStore
 from tests.rigs.children import PIPE, Child
@@ -454,6 +459,61 @@ def test_a_node_of_a_cluster_that_fails_costs_only_its_values(tmp_path):
             process.wait()
         names, error = listed_until_error(store, "a")
         assert (names, error.kind) == (set(), "unreachable")
+
+
+@leaves_sockets
+def test_a_node_of_a_cluster_that_hangs_costs_one_deadline_and_then_its_blocks(
+    tmp_path, caplog
+):
+    """Reads, writes, probes and listings of the other nodes go on meanwhile."""
+    caplog.set_level("INFO", "jaxkv.transfer.storage.outage")
+    blocks = ObjectFormat(b"model", "u8[4]", 4)
+    keys = [bytes([number]) * 32 for number in range(60)]
+    items = [(key, [b"body"]) for key in keys]
+    with (
+        redis_cluster(tmp_path) as (url, nodes),
+        StorageIO(open_store(url), blocks) as storage,
+    ):
+
+        def outcomes_of(tickets):
+            ended = []
+            while len(ended) < len(tickets):
+                ended += storage.wait(0.01, len(tickets) - len(ended))
+            return {done.key: (done.outcome, done.num_found) for done in ended}
+
+        def read(wait_s=1000.0):
+            return outcomes_of(storage.submit_reads(keys, time.monotonic() + wait_s))
+
+        whole = dict.fromkeys(keys, ("done", 0))
+        assert outcomes_of(storage.submit_writes(items)) == read() == whole
+        for victim in nodes:
+            with redis.Redis(port=victim) as client:
+                client.config_set("cluster-require-full-coverage", "no")
+                names = {word.decode() for word in client.scan_iter(count=1000)}
+        lost = {key for key in keys if blocks.name(key) in names}
+        name, others = f"127.0.0.1:{victim}", whole | dict.fromkeys(lost, ("failed", 0))
+        nodes[victim].send_signal(signal.SIGSTOP)
+        try:
+            assert ("late", 0) in read(1.0).values()
+            assert storage.node_states[name] is False
+            assert read() == others  # At once, not at the deadline.
+            assert outcomes_of(storage.submit_writes(items)) == others
+            probes = storage.submit_probes([(key,) for key in keys], math.inf)
+            found = outcomes_of(probes).items()
+            assert {key for key, (_, num) in found if num} == {*keys} - lost
+            storage.list_all()
+            wait_for(lambda: storage.take_pages(1000)[1] == Listed(False))
+            threads = [thread.name for thread in threading.enumerate()]
+            assert threads.count(f"jaxkv storage outage {name}") == 1
+            assert storage.is_up
+        finally:
+            nodes[victim].send_signal(signal.SIGCONT)
+        wait_for(lambda: all(storage.node_states.values()))
+        assert read() == whole
+        shown = f"the node {name} of the store {url}"
+        fails, works = caplog.messages
+        assert fails.startswith(f"{shown} fails: its blocks count as misses until it")
+        assert works.startswith(f"{shown} answers again after")
 
 
 def listed_until_error(store, folder):
