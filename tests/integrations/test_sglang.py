@@ -17,7 +17,6 @@ from sgl_jax.srt.managers import scheduler as scheduler_module
 
 from jaxkv import OffloadConfig
 from jaxkv.integrations import sglang
-from jaxkv.transfer.storage import store_url
 from tests.integrations.sglang_cpu import rig, scenes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -240,6 +239,7 @@ def test_salts_adapters_and_log_probabilities_are_in_what_is_loaded(model, expec
     assert num_cached(extra_key="salt") == 0
     assert num_cached(extra_key="salt") == 96
     logprobs = {"return_logprob": True, "logprob_start_len": 40}
+    logprobs |= {"token_ids_logprob": None}
     assert num_cached(**logprobs) == 32
     check_nothing_is_left(engine)
     # sglang-jax joins both names: "salt" + "a" and "sal" + "ta" are one to its tree.
@@ -256,16 +256,18 @@ def test_salts_adapters_and_log_probabilities_are_in_what_is_loaded(model, expec
 def test_a_new_engine_finds_what_another_has_written_to_the_store(
     model, expected, tmp_path
 ):
-    assert store_url.StoreUrl.parse(str(tmp_path)).is_folder
     store = {"storage": str(tmp_path / "store"), "storage_write": "through"}
     waves = scenes.conversations(6, "store", users=2, turns=1, at_once=False)
     found = []
-    for weights in (None, None, "other weights"):
+    for weights in ("weights", "weights", "other weights"):
         engine = make(model, weights=weights, **store)
         answers = engine.run(engine.waves(waves, steps_between=200))
         check_same(answers, expected(waves))
         found.append(sum(answer.num_cached for answer in answers.values()))
     assert found == [0, 256, 0]
+    # The model was written after this process began.
+    with pytest.raises(ValueError, match="has changed since this process began"):
+        make(model, **store)
 
 
 def test_what_is_not_served_is_refused_and_nothing_changes(model):
