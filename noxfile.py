@@ -49,7 +49,7 @@ OPTIMIZED = (
     "tests/transfer/test_cost.py",
     "tests/transfer/test_traps.py",
 )
-ENGINES = ("maxtext", "vllm", "compile", "jetstream", "mooncake")
+ENGINES = ("maxtext", "vllm", "sglang", "compile", "mooncake")
 
 
 def run_readme_line(session: nox.Session, marker: str) -> None:

@@ -1,23 +1,152 @@
-"""Share KV between prompts in JetStream: a drop-in for its prefix cache.
+"""Share KV between prompts in JetStream 0.3: a `PrefixCache` for its driver.
 
-With JetStream 0.3 and MaxText this is all::
+Copy `PrefixValue` and `PrefixCache`. With MaxText's engine::
 
     cache = PrefixCache(
         prefill_cache_like(engine), block_size=16, host_bytes="8GiB", extras=Extras()
     )
     Driver(..., prefix_cache_inst=cache)
 
-JetStream 0.3 is on no package registry, so this file has a small engine with the same
-interface and random weights, and makes the calls of the driver.
+JetStream is archived, and on no package registry, so this file has a small engine with
+the same interface and random weights, and makes the calls of the driver.
 """
 
+import contextlib
+import dataclasses
+import fnmatch
 import functools
+import logging
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxkv import Extras
-from jaxkv.integrations.jetstream import PrefixCache, PrefixValue
+from jaxkv import Extras, Namespace
+from jaxkv.integrations.prefix_layout import describe, leaf_paths
+from jaxkv.integrations.prefix_store import PrefixStore
+
+MAXTEXT_AXES = {"*cache_prefill_segment_id": -1, "*cached_prefill_*": -4, "*": None}
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefixValue:
+    """A loaded prefix, with the attributes of JetStream's ``prefix_cache.Value``."""
+
+    prefix: Any  # The engine's cache, in new arrays; zero after the tokens.
+    tokens: tuple[int, ...]
+    true_length: int
+    padded_length: int  # Tokens that it has room for.
+    prefix_size_bytes: int
+    device: Any  # The placement of each leaf.
+
+
+class PrefixCache:
+    """Replaces JetStream's class of this name, and keeps each block of KV once.
+
+    The driver passes only tokens: all prompts have the adapter and salt of `extras`, so
+    a driver with an adapter store must have no prefix cache. It passes no epoch either:
+    after ``store.clear()`` nothing is kept. Leaves without an axis of tokens must be
+    zero, or nothing is kept: they may depend on the prompt. An exception would end the
+    server, so errors are logged and counted, and are misses.
+    """
+
+    def __init__(
+        self, cache_like, *, block_size, extras, sequence_axes=MAXTEXT_AXES, **store
+    ):
+        """Pass the engine's cache, and the axis of tokens by patterns of leaf paths."""
+        self.extras, self.errors = extras, 0
+        described = describe(cache_like)
+        self.treedef = jax.tree.structure(described)
+        self.leaves = dict(leaf_paths(described))
+        axes = {
+            path: next(
+                axis
+                for pattern, axis in sequence_axes.items()
+                if fnmatch.fnmatchcase(path, pattern)
+            )
+            for path in self.leaves
+        }
+        self.axes = {path: axis for path, axis in axes.items() if axis is not None}
+        self.store = PrefixStore(
+            {path: self.leaves[path] for path in self.axes},
+            namespace=Namespace("", "", "", "", block_size),
+            sequence_axis=self.axes,
+            **store,
+        )
+        self.store.warm_up()
+
+    def contains(self, key):
+        """Whether all full blocks of a prompt, at least one, are on the host."""
+        return self._attempt(lambda: self.store.contains(key, self.extras)) or False
+
+    def load(self, key, min_common_prefix_key_length=None):
+        """Load the longest prefix of whole blocks, or None."""
+        return self._attempt(lambda: self._load(key, min_common_prefix_key_length or 0))
+
+    def save(self, key, value):
+        """Save the full blocks of a prompt; whether all are held or in flight."""
+        return self._attempt(lambda: self._save(key, value)) or False
+
+    def _load(self, key, min_tokens):
+        hit = self.store.load(key, self.extras, min_tokens=min_tokens)
+        if hit is None:
+            return None
+        leaves = [
+            hit.kv[path]
+            if path in self.axes
+            else jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+            for path, leaf in self.leaves.items()
+        ]
+        places = [leaf.sharding for leaf in self.leaves.values()]
+        return PrefixValue(
+            prefix=jax.tree.unflatten(self.treedef, leaves),
+            tokens=tuple(key[: hit.num_tokens]),
+            true_length=hit.num_tokens,
+            padded_length=self.store.max_tokens,
+            prefix_size_bytes=sum(leaf.nbytes for leaf in leaves),
+            device=jax.tree.unflatten(self.treedef, places),
+        )
+
+    def _save(self, key, value):
+        if tuple(value.tokens[: len(key)]) != tuple(key):
+            raise ValueError("the value's tokens do not begin with the key.")
+        arrays, treedef = jax.tree.flatten(value.prefix)
+        if treedef != self.treedef:
+            raise ValueError(f"the prefix must be {self.treedef}, not {treedef}.")
+        arrays = dict(zip(self.leaves, arrays, strict=True))
+        flags = [is_zero(arrays[path]) for path in self.leaves.keys() - self.axes]
+        num_tokens = min(len(key), value.true_length)
+        num_held = self.store.save(
+            key,
+            {path: arrays[path] for path in self.axes},
+            num_tokens,
+            self.extras,
+            only_if=lambda: all(map(bool, flags)),  # It may wait for the device.
+        )
+        return (
+            0
+            < num_held
+            == num_tokens // self.store.block_size * (self.store.block_size)
+        )
+
+    def _attempt(self, call):
+        try:
+            return call()
+        except Exception:
+            self.errors += 1
+            logging.exception("a call of the prefix cache failed")
+            return None
+
+    def close(self):
+        """Wait for transfers in flight."""
+        self.store.close()
+
+
+@jax.jit
+def is_zero(array):
+    """Return bool[]: whether all bits are zero."""
+    return ~jnp.any(jax.lax.bitcast_convert_type(array, jnp.uint8))
+
 
 AXES = {"layers/*": 0, "generated": None}  # The axis of tokens, by leaf.
 VOCAB, WIDTH, HEADS, LAYERS = 97, 64, 4, 2
@@ -146,7 +275,7 @@ def main():
         return PrefixCache(like, extras=Extras(), sequence_axes=AXES, **sizes)
 
     answers, chunks = [], []
-    with make_cache() as cache:
+    with contextlib.closing(make_cache()) as cache:
         for prompt in prompts * 2:
             answered, num_chunks = answer(engine, params, prompt, cache)
             answers.append(answered)
@@ -155,7 +284,7 @@ def main():
         held = cache.store.held_bytes
     alone = []
     for prompt in prompts:
-        with make_cache() as cache:
+        with contextlib.closing(make_cache()) as cache:
             alone.append(answer(engine, params, prompt, cache)[0])
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(engine.init_cache()))
     print(f"chunks computed, prompt by prompt: {chunks}")

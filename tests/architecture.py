@@ -15,7 +15,7 @@ PICTURE = ROOT / "docs" / "internals" / "architecture.svg"
 
 ABOUT = {
     "tools": "the command line and its programs",
-    "integrations": "adapters for vLLM, JetStream, MaxText",
+    "integrations": "adapters for vLLM, sglang-jax, MaxText",
     "jaxkv": "the public names",
     "config": "every setting; makes the parts",
     "observe": "KV events, Prometheus metrics",

@@ -37,6 +37,7 @@ ELSEWHERE = {
     "maxtext_offload.py": "tests/integrations/test_maxtext_engine.py",
     "prefill_proxy.py": "tests/test_prefill_proxy.py",
     "serve_metrics.py": "tests/observe/test_prometheus.py",
+    "sglang_server.py": "tests/integrations/test_sglang.py",
     "toy_engine.py": "tests/integrations/test_engine_hooks.py",
     "toy_model.py": "tests/rigs/wrong_engines.py",
 }

@@ -50,7 +50,7 @@ CORE = {"jax", "jaxlib", "numpy", "numba", "llvmlite", "xxhash"}
 CORE |= sys.stdlib_module_names
 EXTRAS = {"flax", "rich", "zmq", "msgspec", "prometheus_client"}
 EXTRAS |= {"tensorstore", "redis"}
-ENGINES = {"jetstream", "maxtext", "vllm", "tpu_inference"}
+ENGINES = {"maxtext", "vllm", "tpu_inference", "sgl_jax"}
 # Packages that need an extra, and say so when imported.
 NEED_EXTRAS = ("jaxkv.tools.demo", "jaxkv.observe")
 # Except what the command line always imports of them.

@@ -22,7 +22,6 @@ from jaxkv import (
     make_lru,
     register_policy,
 )
-from jaxkv.integrations.jetstream import PrefixCache
 from jaxkv.observe.metrics import OffloadMetrics
 from jaxkv.policies import registry
 from jaxkv.tools import main as cli
@@ -93,9 +92,6 @@ ENTRY_POINTS = {
     "a number of rules": lambda value: OffloadRules(max_unseen_blocks=value),
     "a label": lambda value: OffloadMetrics(
         OffloadScheduler(16, 4), registry=CollectorRegistry(), labels={"e": value}
-    ),
-    "axes of tokens": lambda value: PrefixCache(
-        [], block_size=2, extras=Extras(), num_host_blocks=4, sequence_axes=value
     ),
     "a size of staging": lambda value: TransferEngine(
         {"k": np.zeros(1)}, 4, staging_bytes=value

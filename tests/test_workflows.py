@@ -60,8 +60,7 @@ def test_workflows_run_nox_sessions_and_short_installs_alone():
                 assert session in sessions, f"{path}: {command}"
                 assert rest[:1] in ([], ["--"]), f"{path}: {command}"
                 called.add(session)
-    # JetStream needs a checkout that no workflow has.
-    assert sessions - called == {"changed", "engines(jetstream)"}
+    assert sessions - called == {"changed"}
 
 
 def test_ci_runs_sessions_that_exist():

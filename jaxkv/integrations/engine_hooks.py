@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from jaxkv import (
-    BorrowedPool,
-    ConnectorOutput,
-    Extras,
-    FullAttention,
-    KeyChain,
-    Namespace,
-    OffloadMetadata,
-    OffloadScheduler,
-    SchedulerOutput,
-)
+from jaxkv import BorrowedPool, Extras, FullAttention, KeyChain, Namespace
+from jaxkv import OffloadScheduler as OffloadScheduler
 from jaxkv._util import shown
-from jaxkv.keys.hashing import NO_EXTRAS, TokenIds
+from jaxkv.keys.hashing import NO_EXTRAS, KeyedBlock, TokenIds
+from jaxkv.scheduling import ConnectorOutput, OffloadMetadata, SchedulerOutput
 from jaxkv.types import BlockKey
 
 Slots = TypeVar("Slots")
@@ -41,7 +34,12 @@ class EngineHooks:
     `num_tokens`, `num_computed_tokens`, and with asynchronous scheduling
     `num_output_placeholders`. All layers must have full attention. The hooks, not the
     adapter, call `request_preempted` and `request_finished`. After a change of weights,
-    call `change_namespace`.
+    call `change_namespace`. If the engine may step on another thread than before, call
+    `OffloadWorker.adopt` first in each step: it is cheap.
+
+    A load may end in the engine's prefix cache, instead of in its request's blocks: let
+    `allocate_slots` allocate only the tokens of the offer, put them into the cache once
+    `collect` returns the request, and `query` it again when it can run.
 
     Args:
         scheduler: The scheduler; `pool` gets bound to it.
@@ -51,13 +49,11 @@ class EngineHooks:
         table_of: Returns a request's device blocks in order.
         extras_of: Returns what a request's blocks depend on in addition to the tokens;
             None for requests that share all blocks.
+        record: Called with each new `KeyedBlock`, for events; see `KeyChain`.
 
     Raises:
         ValueError: The scheduler has several groups, other attention, or another block
             size than `namespace`.
-
-    Attributes:
-        scheduler: The scheduler.
     """
 
     def __init__(
@@ -69,6 +65,7 @@ class EngineHooks:
         tokens_of: Callable[[Any], TokenIds],
         table_of: Callable[[Any], Sequence[int]],
         extras_of: Callable[[Any], Extras] | None = None,
+        record: Callable[[KeyedBlock], object] | None = None,
     ) -> None:
         expected = FullAttention(namespace.block_size)
         if scheduler.groups != (expected,):
@@ -78,7 +75,7 @@ class EngineHooks:
             )
         scheduler.bind_device_block_pool(pool)
         self.scheduler, self._pool, self._namespace = scheduler, pool, namespace
-        self._tokens_of, self._table_of = tokens_of, table_of
+        self._tokens_of, self._table_of, self._record = tokens_of, table_of, record
         self._extras_of = extras_of or (lambda request: NO_EXTRAS)
         self._tracked: dict[str, _Tracked] = {}
         # By request: the offer, None to ask again, and the tokens found by the engine.
@@ -134,6 +131,7 @@ class EngineHooks:
             The number of tokens offered beyond these; None to ask in a later step.
         """
         tracked = self._request(request)
+        self._loaded.pop(request.request_id, None)
         if tracked.is_old:
             tracked.chain, tracked.is_old = self._new_chain(request), False
         tracked.chain.follow(self._tokens_of(request))
@@ -218,13 +216,20 @@ class EngineHooks:
             SchedulerOutput(dict(num_scheduled_tokens), new_block_ids, preempted)
         )
 
+    def change_table(self, request: Any) -> None:
+        """Record, before the next `plan`, that equal blocks replaced a request's."""
+        tracked = self._tracked[request.request_id]
+        table = list(self._table_of(request))
+        self.scheduler.update_state_after_alloc(tracked, table, 0)
+        tracked.num_listed = len(table)
+
     def free(self, request: Any, *, has_ended: bool) -> None:
         """Record that a request is about to lose its blocks.
 
         Args:
             request: The request, with its old `num_computed_tokens`.
-            has_ended: Whether it has finished or was aborted, also while it loads;
-                False if it is preempted.
+            has_ended: Whether it has finished or was aborted, also while it waits or
+                loads: an offer is held until then. False if it is preempted.
         """
         name, tracked = request.request_id, self._request(request)
         self._follow(tracked)
@@ -272,7 +277,8 @@ class EngineHooks:
         return tracked
 
     def _new_chain(self, request: Any) -> KeyChain:
-        return KeyChain(self._namespace, self._extras_of(request))
+        extras = self._extras_of(request)
+        return KeyChain(self._namespace, extras, record=self._record)
 
     def _follow(self, tracked: _Tracked) -> None:
         """Compute the keys of computed blocks from the tokens that they have now.
@@ -312,3 +318,50 @@ class _Tracked:
     def __getattr__(self, name: str) -> Any:
         """Return what else the scheduler reads if the engine's request has it."""
         return getattr(self.request, name)
+
+
+class ParkedFrees:
+    """Holds blocks of a pool that counts no references: their frees wait.
+
+    For `BorrowedPool`: ``hold=parked.hold, release=parked.release,
+    content_of=parked.version``. The engine must free all blocks by `free`, which frees
+    a list of blocks by the function passed here. A parked block is not free yet: to
+    allocate, the engine must evict others in its place, or wait.
+    """
+
+    def __init__(self, free: Callable[[list[int]], object]) -> None:
+        self._free, self._versions = free, Counter[int]()
+        self.holds: Counter[int] = Counter()  # Held blocks, and how often.
+        self.parked: set[int] = set()  # Of these, those that the engine has freed.
+
+    def free(self, block_ids: Collection[int]) -> None:
+        """Free blocks that nothing holds, and park the others."""
+        held = self.holds.keys() & block_ids
+        self.parked |= held
+        self._end([block_id for block_id in block_ids if block_id not in held])
+
+    def hold(self, block_ids: list[int]) -> None:
+        """Hold blocks once more."""
+        self.holds.update(block_ids)
+
+    def release(self, block_ids: list[int]) -> None:
+        """Hold blocks once less; free those that were parked."""
+        self.holds.subtract(block_ids)
+        self.holds = +self.holds
+        ended = [b for b in block_ids if b in self.parked and b not in self.holds]
+        self.parked.difference_update(ended)
+        self._end(ended)
+
+    def version(self, block_id: int) -> int:
+        """Return how often a block has been freed: its content ends with its free."""
+        return self._versions[block_id]
+
+    def park_held(self) -> list[int]:
+        """Park all held blocks, and return them, after the engine has freed all."""
+        self.parked = set(self.holds)
+        return list(self.holds)
+
+    def _end(self, block_ids: list[int]) -> None:
+        if block_ids:
+            self._versions.update(block_ids)
+            self._free(block_ids)

@@ -20,8 +20,7 @@ def guard_chunked_prefill() -> bool:
     """Fix an assertion in MaxText that stops chunked prefill; return whether it did.
 
     In `ASSERTION_VERSIONS` an attention layer creates its cache for keys of one token,
-    and chunked prefill, the only way to resume, asserts that they are as long as the
-    chunk: "self.key_seq_len=1, segment_id_seq_len=... should match". The guard sets the
+    and chunked prefill asserts that they are as long as the chunk. The guard sets the
     true length during the call. ImportError without MaxText.
     """
     if _version() not in ASSERTION_VERSIONS:
@@ -48,9 +47,8 @@ def guard_chunked_prefill() -> bool:
 def guard_stub_results() -> bool:
     """Make the stub of `ResultTokens` a pytree; return whether MaxText has the stub.
 
-    If JetStream is missing, or `DECOUPLE_GCLOUD=TRUE`, MaxText uses stubs for its
-    classes. This stub is not a pytree, so every prefill raises a TypeError. JetStream's
-    own class is left alone. ImportError without MaxText.
+    Without JetStream's class MaxText uses a stub that is not a pytree, so every prefill
+    raises a TypeError. ImportError without MaxText.
     """
     engine_api = _import("maxtext.inference.maxengine.maxengine").engine_api
     if not getattr(engine_api, "_IS_STUB", False):

@@ -88,20 +88,6 @@ class PrefixStore(Resource):
     then the weights, and pass this epoch to `load` and `save`. Once `clear` has ended
     it, `load` returns None, and `save` keeps nothing and returns 0. After the first
     `clear`, both raise ValueError without an epoch.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> namespace = Namespace("my-model", "v1", "float32", "NHD", block_size=4)
-        >>> kv = {"k": jnp.ones((16, 2, 8)), "v": jnp.ones((16, 2, 8))}
-        >>> with PrefixStore(kv, namespace=namespace, num_host_blocks=64) as store:
-        ...     saved = store.save(range(10), kv)
-        ...     store.flush()
-        ...     hit = store.load([0, 1, 2, 3, 9, 9, 9, 9])
-        ...     epoch = store.epoch
-        ...     store.clear("v2")  # By another thread, while kv is computed.
-        ...     late = store.save(range(10), kv, epoch=epoch)
-        >>> saved, hit.num_tokens, float(hit.kv["k"].sum()), late
-        (8, 4, 64.0, 0)
     """
 
     def __init__(
@@ -215,11 +201,6 @@ class PrefixStore(Resource):
     def block_bytes(self) -> int:
         """Bytes of one block, all leaves together."""
         return self._engine.block_bytes
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of allocated host memory."""
-        return self._engine.host_bytes
 
     @property
     def held_bytes(self) -> int:

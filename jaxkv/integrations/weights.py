@@ -22,18 +22,8 @@ from jaxkv._util import shown
 from jaxkv._util.files import places_on, read_file
 
 # Files that loaders read: weights, their layout, code of the model.
-_SUFFIXES = (
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".gguf",
-    ".npz",
-    ".ckpt",
-    ".msgpack",
-    ".json",
-    ".py",
-)
+_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".ckpt"}
+_SUFFIXES |= {".msgpack", ".json", ".py"}
 _DESCRIPTIONS = (".json", ".py")
 # Files that no block depends on: tokens are in the keys.
 _IGNORED = re.compile(r"(tokenizer|special_tokens|added_tokens|generation_).*|vocab.*")
@@ -158,12 +148,8 @@ def _describe_files(
     step = max(_SAMPLE_BYTES, total // _NUM_SAMPLES)
     for file, status in zip(files, stats, strict=True):
         name = file.name if file == path else file.relative_to(path).as_posix()
-        yield (
-            name,
-            status.st_size,
-            status.st_mtime_ns,
-            _sampled(file, status.st_size, step),
-        )
+        digest = _sampled(file, status.st_size, step)
+        yield name, status.st_size, status.st_mtime_ns, digest
 
 
 def _changed(place: str | Path) -> UnknownWeightsError:

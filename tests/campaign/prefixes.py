@@ -1,4 +1,4 @@
-"""Random users of the prefix caches: `PrefixStore`, and JetStream's `PrefixCache`.
+"""Random users of `PrefixStore`.
 
 What is found has to be the KV of a beginning of the prompt, bit for bit, of the same
 adapter and salt and of the current weights; and where there was room and nothing
@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import Namespace
-from jaxkv.integrations.jetstream import PrefixCache, PrefixValue
 from jaxkv.integrations.prefix_store import PrefixStore
 from tests.campaign import truth
 from tests.campaign.setups import POLICIES
@@ -58,7 +57,7 @@ class FailingLoads:
 
 
 class Store:
-    """`PrefixStore`, with the calls that both have here."""
+    """`PrefixStore`, as `PrefixUser` calls it."""
 
     def __init__(self, block_size, weights, **options):
         like = jax.tree.map(jnp.asarray, kv_of([], PLAIN, 0, 0))
@@ -83,45 +82,6 @@ class Store:
         return self.store.contains(tokens, extras)
 
 
-class JetStream:
-    """`PrefixCache`, whose prompts have all one adapter and salt."""
-
-    def __init__(self, block_size, weights, **options):
-        axes = {"key": 0, "layers": 1, "index": None}
-        self.cache = PrefixCache(
-            self._prefix(kv_of([], PLAIN, 0, 0)),
-            block_size=block_size,
-            extras=PLAIN,
-            sequence_axes=axes,
-            **options,
-        )
-        self.store = self.cache.store
-        self.extras = (PLAIN,)
-        self.clear, self.flush = self.store.clear, self.store.flush
-        self.close = self.cache.close
-
-    def save(self, tokens, extras, kv, epoch):
-        value = PrefixValue(
-            self._prefix(kv), tuple(tokens), len(tokens), LENGTH, 0, None
-        )
-        self.cache.save(tuple(tokens), value, epoch=epoch)
-
-    def load(self, tokens, extras, epoch):
-        prefix = self.cache.load(tuple(tokens), epoch=epoch)
-        if prefix is None:
-            return None
-        assert prefix.tokens == tuple(tokens[: prefix.true_length])
-        kv = {name: prefix.prefix[name] for name in SEQUENCE_AXES}
-        return prefix.true_length, kv
-
-    def contains(self, tokens, extras):
-        return self.cache.contains(tuple(tokens))
-
-    @staticmethod
-    def _prefix(kv):
-        return jax.tree.map(jnp.asarray, kv) | {"index": jnp.zeros((1,), jnp.int32)}
-
-
 class PrefixUser:
     """A driver that saves and loads prompts at random."""
 
@@ -129,7 +89,6 @@ class PrefixUser:
         self.rng, self.counts, self.note = rng, counts, note
         self.block_size = rng.choice((4, 8))
         self.is_roomy = rng.random() < 0.5
-        make = rng.choice((Store, JetStream))
         policy, mode = rng.choice(POLICIES), rng.choice(("fused", "staged"))
         options = {
             "cache_policy": policy,
@@ -137,11 +96,11 @@ class PrefixUser:
             "num_host_blocks": 4000 if self.is_roomy else rng.choice((5, 20, 60)),
             "extent_bytes": rng.choice((None, self.block_size * 28 * 3)),
         }
-        note(f"{make.__name__} {self.block_size=} {options=}")
+        note(f"{self.block_size=} {options=}")
         self.weights = 0
         self.stories, self.saved, self.unsure = [], [], False
         self.computing = []  # Prompts, with their weights and epoch.
-        self.cache = make(self.block_size, str(self.weights), **options)
+        self.cache = Store(self.block_size, str(self.weights), **options)
         store = self.cache.store
         store._engine = self.loads = FailingLoads(store._engine)
 

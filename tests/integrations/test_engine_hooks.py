@@ -21,7 +21,7 @@ from jaxkv import (
     OffloadScheduler,
     SlidingWindow,
 )
-from jaxkv.integrations.engine_hooks import EngineHooks
+from jaxkv.integrations.engine_hooks import EngineHooks, ParkedFrees
 from jaxkv.scheduling.protocol import NO_EVENT
 
 # The examples are files to be run, not a package.
@@ -319,3 +319,63 @@ def test_the_adapter_of_the_example_has_at_most_60_lines():
         r"^class .*?(?=^if __name__)", text, re.MULTILINE | re.DOTALL
     )
     assert sum(map(bool, adapter.splitlines())) <= 60
+
+
+def test_frees_of_held_blocks_wait_until_all_transfers_have_ended():
+    freed = []
+    parked = ParkedFrees(freed.extend)
+    pool = BorrowedPool(
+        8,
+        num_free=lambda: 0,
+        hold=parked.hold,
+        release=parked.release,
+        content_of=parked.version,
+    )
+    keys = [b"head", b"tail"]
+    assert pool.cache([1, 2], keys) == []
+    pool.pin([1, 2])
+    pool.pin([1])
+    parked.free([1, 2, 3])
+    assert (freed, parked.parked) == ([3], {1, 2})
+    # Their content stays as long as transfers read it.
+    assert pool.holds([1, 2], keys).tolist() == [True, True]
+    pool.unpin([1, 2])
+    assert (freed, parked.parked) == ([3, 2], {1})
+    assert pool.holds([1, 2], keys).tolist() == [True, False]
+    pool.unpin([1])
+    assert (freed, parked.parked, parked.holds) == ([3, 2, 1], set(), {})
+    # A block that was held and not freed is its request's.
+    pool.pin([4])
+    pool.unpin([4])
+    assert freed == [3, 2, 1]
+    # After a reset, an engine must take held blocks out of its free list.
+    pool.pin([5])
+    assert parked.park_held() == [5]
+    pool.unpin([5])
+    assert freed == [3, 2, 1, 5]
+
+
+def test_blocks_that_the_prefix_cache_has_replaced_are_stored_in_their_place():
+    request = types.SimpleNamespace(
+        request_id="r", num_tokens=2 * BLOCK + 1, num_computed_tokens=0
+    )
+    table, counts = [1, 2, 3], collections.Counter()
+    hooks = EngineHooks(
+        OffloadScheduler(BLOCK, 8, rules=OffloadRules(store_batch_blocks=0)),
+        BorrowedPool(
+            8, num_free=lambda: 4, hold=counts.update, release=counts.subtract
+        ),
+        NAMESPACE,
+        tokens_of=lambda request: range(request.num_tokens),
+        table_of=lambda request: table,
+    )
+    assert hooks.query(request, 0) == 0
+    hooks.allocate(request, request.num_tokens, lambda *_, **__: table)
+    hooks.plan({"r": request.num_tokens})
+    request.num_computed_tokens = request.num_tokens
+    # Another request has computed the same first block.
+    table = [5, 2, 3]
+    hooks.change_table(request)
+    plan = hooks.plan({"r": 1})
+    assert plan.store_device_blocks == (5, 2)
+    assert counts == {5: 1, 2: 1}

@@ -5,12 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import Extras, Namespace
-from jaxkv.integrations.jetstream import PrefixCache, PrefixValue
+from jaxkv import Namespace
 from jaxkv.integrations.prefix_store import PrefixStore
 from tests.rigs.known_kv import (
     SEQUENCE_AXIS,
-    check_equal,
     check_hit,
     known_kv,
     to_device,
@@ -60,28 +58,6 @@ def test_kv_comes_back_where_its_template_is(axis_type, mode, is_spread):
         assert hit.num_tokens == 16
         check_hit(hit, prompt)
         check_places(hit.kv, places)
-
-
-@types
-def test_an_engines_cache_comes_back_where_it_was(axis_type):
-    """Leaves with and without a sequence axis, over four devices."""
-    places = spread(SPECS | {"generated": P(None, "heads"), "index": P()}, axis_type)
-    fixed = {
-        "generated": np.zeros((5, 4), np.float32),
-        "index": np.zeros((2,), np.float32),
-    }
-    key = tuple(range(16))
-    prefix = jax.device_put(known_kv(key, LENGTH) | fixed, places)
-    axes = {"key": 0, "layers/0": 1, "layers/1": 2, "*": None}
-    sizes = {"block_size": 4, "num_host_blocks": 16}
-    with PrefixCache(prefix, extras=Extras(), sequence_axes=axes, **sizes) as cache:
-        assert cache.save(key, PrefixValue(prefix, key, 16, LENGTH, 0, None))
-        cache.store.flush()
-        assert cache.store.stats.num_dropped_failed == 0
-        hit = cache.load(key)
-        check_equal(hit.prefix, known_kv(key, LENGTH, rubbish=False) | fixed)
-        check_places(hit.prefix, places)
-        assert hit.device == places
 
 
 def test_sharded_tokens_are_refused():

@@ -101,7 +101,7 @@ def test_a_rewrite_within_a_tick_of_the_files_clock_has_another_mark(
 def test_files_that_stay_are_read_once(marks, tmp_path, monkeypatch):
     lora = lora_of(write(tmp_path / "one"))
     first = marks.mark(lora)
-    monkeypatch.delattr(adapters, "describe_weights")
+    monkeypatch.delattr(adapters.weights, "describe_weights")
     assert marks.mark(lora) == first
 
 

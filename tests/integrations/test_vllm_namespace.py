@@ -26,7 +26,7 @@ def no_versions(monkeypatch):
 
 @pytest.fixture
 def model(tmp_path, monkeypatch):
-    monkeypatch.setattr(namespace, "process_started_s", lambda: 1e12)
+    monkeypatch.setattr(namespace.weights_of, "process_started_s", lambda: 1e12)
     folder = tmp_path / "checkpoint"
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(b"weights")
@@ -164,7 +164,7 @@ def test_indistinguishable_namespaces_are_refused_in_one_line(model):
 
 
 def test_weights_that_changed_while_they_were_read_are_refused(model, monkeypatch):
-    monkeypatch.setattr(namespace, "process_started_s", lambda: 0.0)
+    monkeypatch.setattr(namespace.weights_of, "process_started_s", lambda: 0.0)
     with pytest.raises(ValueError, match="changed since this process began"):
         space(model)
 

@@ -370,7 +370,7 @@ def test_blocks_of_an_adapter_that_is_not_known_stay_out_of_the_store(
 ):
     from jaxkv.integrations.vllm import adapters
 
-    monkeypatch.setattr(adapters, "process_started_s", lambda: 0.0)
+    monkeypatch.setattr(adapters.weights, "process_started_s", lambda: 0.0)
     engine = make({"num_cpu_blocks": 8})
     for number in range(3):
         ask(engine, f"r{number}", lora=adapter)

@@ -12,14 +12,8 @@ import os
 import time
 from typing import Any, NamedTuple
 
+from jaxkv.integrations import weights
 from jaxkv.integrations.vllm.pool import MARK_BYTES, PRIVATE_END
-from jaxkv.integrations.weights import (
-    UnknownWeightsError,
-    describe_weights,
-    hub_folder_of,
-    process_started_s,
-    snapshot_of,
-)
 
 _LOG = logging.getLogger("jaxkv")
 
@@ -45,7 +39,7 @@ class Adapters:
 
     def __init__(self, has_storage: bool = False) -> None:
         self._has_storage = has_storage
-        self._since_s = process_started_s() or 0.0
+        self._since_s = weights.process_started_s() or 0.0
         self._folders: dict[str, _Folder] = {}
 
     def mark(self, lora: Any) -> bytes | None:
@@ -55,7 +49,8 @@ class Adapters:
         """
         path = os.path.expanduser(str(getattr(lora, "lora_path", "")))
         if not os.path.isdir(path):
-            snapshot = snapshot_of(path, "main", hub_folder_of(os.environ))
+            hub_folder = weights.hub_folder_of(os.environ)
+            snapshot = weights.snapshot_of(path, "main", hub_folder)
             if snapshot is None:
                 return None
             path = str(snapshot)
@@ -73,17 +68,17 @@ class Adapters:
         try:
             if self._has_storage:
                 try:
-                    about = describe_weights(path, read_since_s=self._since_s)
+                    about = weights.describe_weights(path, read_since_s=self._since_s)
                     return hashlib.sha256(json.dumps(about).encode()).digest()
-                except (UnknownWeightsError, OSError) as error:
+                except (weights.UnknownWeightsError, OSError) as error:
                     if last is None or last.stamp != stamp:
                         _LOG.warning(
                             "blocks of an adapter are not stored until the next start: "
                             "%s",
                             error,
                         )
-            about = describe_weights(path)
-        except (UnknownWeightsError, OSError):
+            about = weights.describe_weights(path)
+        except (weights.UnknownWeightsError, OSError):
             return None
         text = json.dumps([about, stamp]).encode()
         digest = hashlib.sha256(text).digest()
@@ -96,15 +91,9 @@ def _stamp(path: str) -> _Stamp:
         with os.scandir(path) as entries:
             return tuple(
                 sorted(
-                    (
-                        entry.name,
-                        stat.st_size,
-                        stat.st_mtime_ns,
-                        stat.st_ctime_ns,
-                        stat.st_ino,
-                    )
+                    (entry.name, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino)
                     for entry in entries
-                    for stat in (entry.stat(),)
+                    for s in (entry.stat(),)
                 )
             )
     except OSError:

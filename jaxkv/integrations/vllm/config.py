@@ -15,23 +15,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, cast
 
-from jaxkv import (
-    ConfigError,
-    FullAttention,
-    Mamba,
-    OffloadConfig,
-    SlidingWindow,
-    __version__,
-    policy_names,
-    register_policy,
-)
+from jaxkv import ConfigError, OffloadConfig, __version__
 from jaxkv._util import did_you_mean, settings, shown
 from jaxkv._util.settings import Fault, Settings
 from jaxkv.config import KEYS, blank_secret_faults, variable_of
 from jaxkv.integrations.vllm import namespace, tokens
 from jaxkv.integrations.vllm.hosts import num_hosts
-from jaxkv.policies.registry import get_policy_maker
+from jaxkv.policies import get_policy_maker, policy_names, register_policy
 from jaxkv.scheduling.rules import OffloadRules
+from jaxkv.search import FullAttention, Mamba, SlidingWindow
 from jaxkv.search.groups import GroupSpec
 from jaxkv.transfer.storage.objects import HEADER_BYTES
 from jaxkv.transfer.storage.store_url import StoreUrl, shown_url
@@ -341,18 +333,12 @@ class ConnectorConfig:
             for group in kv_cache_config.kv_cache_groups
         ]
         return cls(
-            groups,
-            offload,
-            vllm,
-            num_host_blocks,
-            block_bytes,
+            *(groups, offload, vllm, num_host_blocks, block_bytes),
             num_host_blocks * host_block_bytes,
             bool(events and events.enable_kv_cache_events),
             _storage_of(vllm_config, kv_cache_config, offload, vllm, host_block_bytes),
             _restores_tokens(vllm_config, vllm.restore_tokens),
-            tuple(layers),
-            hosts,
-            num_ranks,
+            *(tuple(layers), hosts, num_ranks),
             getattr(cache_config, "gpu_memory_utilization", 0.9),
             getattr(cache_config, "num_gpu_blocks_override", None),
             drops_last_block,

@@ -17,32 +17,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxkv._util import shown
+from jaxkv.integrations import weights as weights_of
 from jaxkv.integrations.vllm.installed import find_name
-from jaxkv.integrations.weights import (
-    Description,
-    UnknownWeightsError,
-    describe_weights,
-    hub_folder_of,
-    process_started_s,
-)
+from jaxkv.integrations.weights import Description, UnknownWeightsError
 
 # Collision-resistant hashes, which are the same in all processes.
 _HASHES = ("sha256", "sha256_cbor")
 
 # These read only the files of the model's folder.
-_LOAD_FORMATS = (
-    "auto",
-    "hf",
-    "safetensors",
-    "pt",
-    "mistral",
-    "npcache",
-    "fastsafetensors",
-    "instanttensor",
-    "runai_streamer",
-    "gguf",
-    "bitsandbytes",
-)
+_LOAD_FORMATS = {"auto", "hf", "safetensors", "pt", "mistral", "npcache", "gguf"}
+_LOAD_FORMATS |= {"fastsafetensors", "instanttensor", "runai_streamer", "bitsandbytes"}
 
 # tpu-inference's variables that change the KV, or its layout in a block.
 _VARIABLES = re.compile(
@@ -177,11 +161,11 @@ def _weights(vllm_config: Any, environ: Mapping[str, str]) -> Description:
         if environ.get("VLLM_USE_MODELSCOPE", "0").lower() in ("1", "true"):
             raise UnknownWeightsError("weights of ModelScope have no known version")
         weights_path = getattr(model, "model_weights", "")
-        weights = describe_weights(
+        weights = weights_of.describe_weights(
             str(weights_path or model.model),
             model.revision,
-            hub_folder=hub_folder_of(environ, load.download_dir),
-            read_since_s=process_started_s(),
+            hub_folder=weights_of.hub_folder_of(environ, load.download_dir),
+            read_since_s=weights_of.process_started_s(),
         )
         # A branch may have moved while the weights were read. transformers records the
         # commit of the configuration, unless it belongs to another model.

@@ -1,21 +1,8 @@
 """Keeps the log-probabilities of prompts right in tpu-inference's runner.
 
-In ``tpu_inference/runner/`` of 0.32.0, with or without a connector,
-``InputBatch.add_request`` gives a request with ``prompt_logprobs`` a new buffer of
-uninitialized memory each time that it enters the batch, so also after a step without
-it: if its budget or blocks were spent, while blocks in flight are awaited, or if it was
-preempted. Then
-
-- the rows of the chunks before that step are uninitialized. A token id below 0 ends
-  vLLM's engine;
-- a request that decodes returns the whole buffer again, though no step fills it;
-- a step whose results are in flight during a reset takes the buffer of the request that
-  begins again, and a missing buffer ends the engine.
-
-A response then has each row that was computed, once. If a prefix was not computed, such
-as with ``skip_reading_prefix_cache=False``, it has no ``prompt_logprobs``.
-
-To fix it, tpu-inference must keep the buffer in the request until it is returned.
+docs/internals/vllm.md shows what is wrong. A response has each row that was computed,
+once. If a prefix was not computed, such as with ``skip_reading_prefix_cache=False``, it
+has no ``prompt_logprobs``.
 """
 
 from __future__ import annotations

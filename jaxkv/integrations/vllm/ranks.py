@@ -14,14 +14,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
-from jaxkv.scheduling.protocol import (
-    NO_EVENT,
-    NO_MOVES,
-    ConnectorOutput,
-    OffloadMetadata,
-    TierMoves,
-    TierReport,
-)
+from jaxkv.scheduling import ConnectorOutput, OffloadMetadata
+from jaxkv.scheduling.protocol import NO_EVENT, NO_MOVES, TierMoves, TierReport
 from jaxkv.types import NO_BLOCK, BlockKey
 
 Name = TypeVar("Name")
@@ -121,9 +115,7 @@ class Ranks:
         none: frozenset[Adapter] = frozenset()
         return [
             StepMetadata(
-                self._merge(equal, shard_blocks),
-                num_lost_pools,
-                is_idle,
+                *(self._merge(equal, shard_blocks), num_lost_pools, is_idle),
                 none.union(*(rank.step.adapters for rank in equal)),
                 none.union(*(rank.step.loaded_adapters for rank in equal)),
                 num_misfits,

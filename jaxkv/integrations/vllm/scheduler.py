@@ -252,10 +252,8 @@ class SchedulerHalf:
         self._summary: dict[str, Any] | None = None
         notice = self._note_summary if config.vllm.report_requests else None
         self.scheduler = OffloadScheduler(
-            config.groups,
-            config.rank_host_blocks,
-            config.offload.cache_policy,
-            config.enable_events,
+            *(config.groups, config.rank_host_blocks),
+            *(config.offload.cache_policy, config.enable_events),
             rules=config.make_rules(),
             num_storage_blocks=config.storage.num_blocks if config.storage else 0,
             is_private=is_private,
@@ -606,12 +604,8 @@ class SchedulerHalf:
         tracked.num_volatile_tokens = 0
         self.scheduler.request_finished_all_groups(tracked, numbers)
         self._requests.pop(request.request_id, None)
-        for names in (
-            self._allocated,
-            self._must_wait,
-            self._must_compute,
-            self._loading,
-        ):
+        waiting = self._must_wait, self._must_compute
+        for names in (self._allocated, *waiting, self._loading):
             names.discard(request.request_id)
         params: dict[str, Any] = {}
         if _param(request, "do_remote_decode", _flag):

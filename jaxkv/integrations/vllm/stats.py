@@ -24,12 +24,8 @@ from jaxkv.scheduling.worker.worker import OffloadWorker
 _METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
 
 # vLLM counts what its scheduler sees of both caches, under these names.
-_OF_VLLM = (
-    "vllm:prefix_cache_queries",
-    "vllm:prefix_cache_hits",
-    "vllm:external_prefix_cache_queries",
-    "vllm:external_prefix_cache_hits",
-)
+_OF_VLLM = {"vllm:prefix_cache_queries", "vllm:prefix_cache_hits"}
+_OF_VLLM |= {"vllm:external_prefix_cache_queries", "vllm:external_prefix_cache_hits"}
 _ALL: tuple[Family[Any], ...] = (*OF_SCHEDULER, *OF_WORKER)
 FAMILIES = {family.name: family for family in _ALL if family.name not in _OF_VLLM}
 """The metrics that the connector adds to vLLM's, by name."""

@@ -1,35 +1,11 @@
 """Restores the tokens that tpu-inference drops with asynchronous scheduling.
 
-In ``tpu_inference/runner/`` of 0.32.0, with or without a connector:
-
-1. A step samples a token that the host does not have yet.
-   ``TPUModelRunner._update_placeholder`` appends 0 to the request's
-   ``CachedRequestState.output_token_ids`` in its place.
-2. If the next step leaves the request out, because the budget of tokens is spent or the
-   request is preempted, ``PersistentBatchManager.update_states`` removes it from
-   ``input_batch``. ``_modify_prev_results`` then skips it, and the 0 stays.
-3. When the request runs again, ``InputBatch.add_request`` copies the 0 to the model's
-   input. vLLM's answer shows the right token, but all that follows is computed from
-   token 0, in blocks with the hashes of the right tokens, which the prefix cache and
-   any host tier then serve to others.
-
-``reset_prefix_cache(reset_running_requests=True)`` also loses tokens: it preempts
-requests whose last results are in flight, vLLM drops these results, and the next step
-may resume the requests. ``_modify_prev_results`` then writes the dropped token over the
-last valid one, or a failed assertion ends the engine.
-
-vLLM sends all tokens of each request that was not in the last step
-(``CachedRequestData.all_token_ids``). `TokenRestorer` wraps ``update_states``, takes
-the outputs from there, and withdraws such a request from the results in flight. Both
-halves of the connector refuse to start without what this needs. They look for
-features, not for modules by name, so a renamed runner is served.
-
-If ids stop coming, `TokenRestorer` raises before it changes anything, and vLLM ends the
-engine. vLLM's recovery from a failed load would not help: it computes the blocks again
-from the runner's tokens, which are wrong.
-
-To fix it, ``_modify_prev_results`` of tpu-inference must replace the placeholder also
-in requests that are not in the batch.
+docs/internals/vllm.md shows how. vLLM sends all tokens of each request that was not in
+the last step (``CachedRequestData.all_token_ids``). `TokenRestorer` wraps
+``update_states``, takes the outputs from there, and withdraws such a request from the
+results in flight. Both halves of the connector refuse to start without what this needs.
+They look for features, not for modules by name, so a renamed runner is served. If ids
+stop coming, `TokenRestorer` raises before it changes anything; vLLM ends the engine.
 """
 
 from __future__ import annotations

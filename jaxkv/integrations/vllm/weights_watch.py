@@ -1,4 +1,4 @@
-"""Detects changed weights of a tpu-inference runner."""
+"""Detects changed weights of a runner of tpu-inference or sglang-jax."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class WeightsWatch:
     """Compares the arrays of a runner's weights by identity with the last ones.
 
     It keeps no array alive: an old one takes as much device memory as the new one. The
-    runner and its `drafter` have `state` and `state_leaves`; a missing one is skipped.
+    runner and its `drafter` have `state` and `state_leaves`, or sglang-jax's
+    `model_state_leaves`; a missing one is skipped.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -62,10 +63,11 @@ class WeightsWatch:
         runner, trees = self._runner, []
         for owner in (runner, getattr(runner, "drafter", None)):
             state = getattr(owner, "state", None)
-            leaves = getattr(owner, "state_leaves", None)
+            leaves = getattr(owner, "model_state_leaves", None)
+            leaves = getattr(owner, "state_leaves", leaves)
             if leaves is None:
                 leaves = state  # An older runner's model reads the state.
-            is_flat = type(leaves) in (dict, tuple)
+            is_flat = type(leaves) in (dict, tuple, list)
             trees.append(leaves if is_flat else _leaves(leaves))
             if type(state) is dict and state is not leaves:
                 trees.append(state)

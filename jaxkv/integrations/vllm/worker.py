@@ -512,11 +512,7 @@ class WorkerHalf:
             report, by_rank = NO_REPORTS, self._ranks.cut(report)
         self._num_reports += 1
         new = WorkerReport(
-            report,
-            self._num_lost_pools,
-            adapters,
-            is_listed,
-            *rates,
+            *(report, self._num_lost_pools, adapters, is_listed, *rates),
             by_rank=by_rank,
             misfits=misfits,
             num_misfits={jax.process_index(): self._num_misfits},

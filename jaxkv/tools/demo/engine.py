@@ -1,6 +1,6 @@
 """A small serving engine: continuous batching and chunked prefill over a paged pool.
 
-It takes the place of vLLM, MaxText or JetStream, to show and test jaxkv in an engine. A
+It takes the place of vLLM, sglang-jax or MaxText, to show and test jaxkv in one. A
 step computes one chunk of one prompt, and one token of every request that is past its
 prompt, while the transfers of the offload scheduler are in flight.
 

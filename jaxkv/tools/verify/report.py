@@ -13,7 +13,7 @@ from jaxkv.tools.verify.records import NO_TIME, STAGES, START, Result, Stage
 _LIMITS = (
     "PASS means that this machine passed every check that it supports, at any speed; "
     "PARTIAL, that some were left out. Not shown: {}several hosts, your model and its "
-    "engine (vLLM, MaxText, JetStream), hours of load, and a host tier as large as "
+    "engine (vLLM, sglang-jax, MaxText), hours of load, and a host tier as large as "
     "yours."
 )
 _MAX_NAMED = 5

@@ -1,0 +1,1 @@
+"""The real sglang-jax on CPUs, for tests: a model, its scheduler, and scenes."""
