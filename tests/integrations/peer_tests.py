@@ -142,7 +142,7 @@ class TPUOffloadConnector(OffloadConnector):
 
     def update_connector_output(self, connector_output):
         if connector_output.kv_connector_stats is not None:
-            self.of_scheduler.note_report(ended(self.in_flight))
+            self._scheduler.note_report(ended(self.in_flight))
 
     def register_runner(self, runner):
         self.connector_worker.register_runner(runner)

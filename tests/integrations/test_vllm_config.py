@@ -215,14 +215,13 @@ BAD_KEYS = [
     ({"num_cpu_blocks": 0}, "num_cpu_blocks=0 must be a whole number from 1"),
     (
         {"num_cpu_blocks": None, "cpu_bytes_to_use": 2047, "blocks_per_chunk": 4},
-        "cpu_bytes_to_use=2047 must be at least 2048, the",
+        "cpu_bytes_to_use=2047 must be at least 2048: a",
     ),
     (
         {"cpu_bytes_to_use": 1 << 20},
         "cpu_bytes_to_use=1048576 and num_cpu_blocks=32 exclude one another",
     ),
     ({"offload_prompt_only": "no"}, "'no' must be true or false"),
-    ({"lazy_offload": True}, "lazy_offload=true is not supported: vLLM's block pool"),
     ({"transfer_deadline_s": 0}, "must be a number of seconds above 0"),
     ({"storage_bytes": "1GiB"}, "storage_bytes needs a storage, such as storage='file"),
     (STORE | {"storage_bytes": 703}, "=703 must be at least 704, what one host block"),

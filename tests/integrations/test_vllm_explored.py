@@ -158,7 +158,7 @@ class StubRunner(RealRunner):
         self.tokens, self.tables = {}, {}
         self.cells = [[None] * BLOCK_SIZE for _ in range(num_blocks)]
         self.choose, self.seen = None, None
-        connector._worker = connector._of_worker = StubHalf(self)
+        connector._worker = StubHalf(self)
 
     def forward(self, step):
         def cells_of(table, num):

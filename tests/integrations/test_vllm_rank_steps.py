@@ -291,11 +291,11 @@ def test_the_bytes_of_the_host_tier_are_shared_equally_by_the_ranks():
 
 HOSTS = SimpleNamespace(bundle_specs=[{"TPU": 4}, {"TPU": 4}])
 REFUSED = [
-    ({"num_cpu_blocks": 3}, {}, "num_cpu_blocks=3 must be at least 4, one for each"),
+    ({"num_cpu_blocks": 3}, {}, "num_cpu_blocks=3 must be at least 4: a host block"),
     (
         {"num_cpu_blocks": None, "cpu_bytes_to_use": 2047},
         {},
-        "=2047 must be at least 2048, the bytes of a block of all layers for each",
+        "=2047 must be at least 2048: a host block of all layers for each",
     ),
     ({"record": "/r"}, {}, "record='/r' cannot be used with total_dp_size=4: each"),
     ({"policy_state": "/p"}, {}, "policy_state='/p' cannot be used with total_dp_"),

@@ -11,6 +11,7 @@ import prometheus_client
 import pytest
 
 from jaxkv import FullAttention, OffloadingEvent
+from jaxkv.integrations import weights
 from jaxkv.integrations.vllm.events import HostEvents
 from jaxkv.scheduling.protocol import ConnectorOutput, TierReport
 from tests.integrations.test_vllm import (
@@ -56,10 +57,7 @@ def age(folder):
 @pytest.fixture(autouse=True)
 def late_process(monkeypatch):
     """Make this process look started after the tests wrote their files."""
-    from jaxkv.integrations.vllm import adapters, namespace
-
-    for module in (adapters, namespace):
-        monkeypatch.setattr(module, "process_started_s", lambda: time.time() + 3600)
+    monkeypatch.setattr(weights, "process_started_s", lambda: time.time() + 3600)
 
 
 @pytest.fixture
@@ -368,9 +366,7 @@ def test_an_adapter_finds_what_its_own_weights_have_computed(
 def test_blocks_of_an_adapter_that_is_not_known_stay_out_of_the_store(
     newest, make, adapter, tmp_path, monkeypatch, caplog
 ):
-    from jaxkv.integrations.vllm import adapters
-
-    monkeypatch.setattr(adapters.weights, "process_started_s", lambda: 0.0)
+    monkeypatch.setattr(weights, "process_started_s", lambda: 0.0)
     engine = make({"num_cpu_blocks": 8})
     for number in range(3):
         ask(engine, f"r{number}", lora=adapter)

@@ -739,7 +739,6 @@ def drop_by_runner(engine):
 
 def unregister(engine):
     engine.runner.connector.unregister_kv_caches()
-    engine.runner.connector.restore_kv_caches()
 
 
 def register_again(engine):

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from jaxkv import ConfigError, OffloadConfig, __version__
 from jaxkv._util import did_you_mean, settings, shown
-from jaxkv._util.settings import Fault, Settings
+from jaxkv._util.settings import Settings
 from jaxkv.config import KEYS, blank_secret_faults, variable_of
 from jaxkv.integrations.vllm import namespace, tokens
 from jaxkv.integrations.vllm.hosts import num_hosts
@@ -163,19 +163,6 @@ class VllmSettings(Settings):
         "Add what a request found in each tier to the `kv_transfer_params` of its "
         "[response](#log-and-metrics).",
     )
-    lazy_offload: bool = settings.flag(
-        False,
-        "scheduler",
-        "`true` is refused: vLLM's block pool cannot pin a block in place.",
-    )
-
-    def _contradictions(self) -> Iterator[Fault]:
-        if self.lazy_offload:
-            yield Fault(
-                "{lazy_offload}=true is not supported: vLLM's block pool evicts a "
-                "block last once its store has ended, so the blocks evicted next "
-                "would be those that were not stored."
-            )
 
 
 _VLLM_KEYS = settings.keys_of(VllmSettings)
@@ -382,21 +369,16 @@ def read_extra_config(extra: Mapping[str, Any]) -> tuple[OffloadConfig, VllmSett
 
 def _num_host_blocks(offload: OffloadConfig, block_bytes: int, num_ranks: int) -> int:
     """Return the number of host blocks, a multiple of the ranks."""
-    num_blocks = offload.num_host_blocks
-    if num_blocks is not None and num_blocks < num_ranks:
+    setting, value, unit = "num_cpu_blocks", offload.num_host_blocks, 1
+    if value is None:
+        setting, value = "cpu_bytes_to_use", cast(int, offload.host_bytes)
+        unit = block_bytes
+    if value < num_ranks * unit:
         raise ValueError(
-            f"num_cpu_blocks={num_blocks} must be at least {num_ranks}, one for each "
-            "rank."
+            f"{setting}={value} must be at least {num_ranks * unit}: a host block of "
+            "all layers for each rank."
         )
-    if num_blocks is None:
-        num_blocks = cast(int, offload.host_bytes) // block_bytes
-    if num_blocks < num_ranks:
-        raise ValueError(
-            f"cpu_bytes_to_use={offload.host_bytes} must be at least "
-            f"{num_ranks * block_bytes}, the bytes of a block of all layers"
-            f"{' for each rank' if num_ranks > 1 else ''}."
-        )
-    return num_blocks - num_blocks % num_ranks
+    return value // unit // num_ranks * num_ranks
 
 
 def _import_policy(path: str, name: Any) -> None:
@@ -528,14 +510,11 @@ def _check_ranks(
             f"total_dp_size={num_ranks} must be 1 on {hosts} hosts: ranks were never "
             "tested with a part of each block on every host."
         )
-    for name, value, reason in (
-        ("record", offload.record, "each rank would write to the same file"),
-        ("policy_state", offload.policy_state, "each rank would write the same file"),
-    ):
-        if value is not None:
+    for name in _FILES_OF_ENGINE:
+        if (path := getattr(offload, name)) is not None:
             raise ValueError(
-                f"{name}={KEYS[name].shown(value)} cannot be used with total_dp_size="
-                f"{num_ranks}: {reason}. Remove it, or use one rank."
+                f"{name}={shown(path)} cannot be used with total_dp_size={num_ranks}: "
+                "each rank would write the same file. Remove it, or use one rank."
             )
     policy = offload.cache_policy
     if policy in policy_names() and get_policy_maker(policy)(1, 1).native is None:

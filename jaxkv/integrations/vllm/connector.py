@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn, cast
+from typing import Any
 
 from jaxkv.integrations.vllm.config import ConnectorConfig, names_of_vllm
 from jaxkv.integrations.vllm.installed import find_name
@@ -49,16 +49,6 @@ def _try_hook(install: Callable[[], None], consequence: str) -> None:
         install()
     except (ImportError, AttributeError) as error:
         _LOG.warning("%s: %s", consequence, error)
-
-
-class _OtherHalf:
-    """Placeholder for the half of the connector that lives elsewhere."""
-
-    def __init__(self, missing: str, existing: str) -> None:
-        self._error = f"a method of the {missing} was called on the {existing}."
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise RuntimeError(self._error)
 
 
 class OffloadConnector(*_BASES):  # type: ignore[misc]
@@ -111,8 +101,9 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
         self._failed_requests: set[str] = set()
         transfer_config = vllm_config.kv_transfer_config
         engine_id = str(getattr(transfer_config, "engine_id", None) or "")
-        self._scheduler: SchedulerHalf | None = None
-        self._worker: WorkerHalf | None = None
+        # The half of this process; vLLM calls no method of the other one.
+        self._scheduler: SchedulerHalf = None  # type: ignore[assignment]
+        self._worker: WorkerHalf = None  # type: ignore[assignment]
         if role.name == "SCHEDULER":
             with names_of_vllm():
                 self._scheduler = SchedulerHalf(config, engine_id)
@@ -123,13 +114,6 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
                 _try_hook(pass_on_stats, lacks)
                 spread = "with several ranks, returning users often go to another rank"
                 _try_hook(route_by_backlog, spread)
-        # For methods of only one half.
-        self.of_scheduler = self._scheduler or cast(
-            SchedulerHalf, _OtherHalf("scheduler", "worker")
-        )
-        self._of_worker = self._worker or cast(
-            WorkerHalf, _OtherHalf("worker", "scheduler")
-        )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -140,7 +124,7 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Bind vLLM's pool, which holds blocks in flight; compile all decisions."""
-        self.of_scheduler.bind_block_pool(gpu_block_pool)
+        self._scheduler.bind_block_pool(gpu_block_pool)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """Bind its block pool; with several ranks, include host hits in routing."""
@@ -152,7 +136,7 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
             )
         if self._num_ranks == 1:
             return
-        count_host_hits(kv_cache_manager, self.of_scheduler.count_hit_tokens)
+        count_host_hits(kv_cache_manager, self._scheduler.count_hit_tokens)
         ends = "with several ranks, transfers end only in steps that others cause"
         _try_hook(step_while_idle, ends)
 
@@ -164,13 +148,13 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
         None: vLLM must ask again in a later step, for example while the store is read.
         The second value is whether the request must wait for a load.
         """
-        return self.of_scheduler.query(request, num_computed_tokens)
+        return self._scheduler.query(request, num_computed_tokens)
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[Any, int]:
         """Return the sources of tokens, by vLLM's names: host, or store and host."""
-        fetched = self.of_scheduler.scheduler.num_fetched_tokens(request.request_id)
+        fetched = self._scheduler.scheduler.num_fetched_tokens(request.request_id)
         num_from_storage = min(fetched, num_external_tokens)
         names = self._sources
         host = getattr(names, "HOST", None)
@@ -186,18 +170,18 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
     ) -> None:
         """Record all blocks of a request, and the accepted tokens of its offer."""
         block_ids = blocks.get_block_ids()
-        self.of_scheduler.note_blocks(request, block_ids, num_external_tokens)
+        self._scheduler.note_blocks(request, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata | RankSteps:
         """Return the transfers of a step, from vLLM's `SchedulerOutput`."""
-        return self.of_scheduler.build_metadata(scheduler_output)
+        return self._scheduler.build_metadata(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Process the worker's report, from vLLM's `KVConnectorOutput`."""
         report: WorkerReport | None = connector_output.kv_connector_worker_meta
         if report is None:
             return
-        part = self.of_scheduler.note_report(report)
+        part = self._scheduler.note_report(report)
         if part is not report.output and connector_output.finished_recving:
             # tpu-inference reports the loads of all ranks to each; keep this rank's.
             connector_output.finished_recving &= {
@@ -218,22 +202,22 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
 
         False: vLLM may free the blocks at once, because those in flight are held.
         """
-        return False, self.of_scheduler.finish(request, block_ids)
+        return False, self._scheduler.finish(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
         """Whether vLLM must keep stepping although no request is left."""
-        return self.of_scheduler.has_pending_transfers()
+        return self._scheduler.has_pending_transfers()
 
     def has_pending_block_frees(self) -> bool:
         """Whether transfers will free blocks: vLLM then waits before it preempts."""
-        return self.of_scheduler.has_pending_block_frees()
+        return self._scheduler.has_pending_block_frees()
 
     def take_events(self) -> Iterable[Any]:
         """Return the events of blocks stored in or removed from host and store.
 
         They have tokens, parent, adapter and group, like the events of vLLM's pool.
         """
-        return self.of_scheduler.take_events()
+        return self._scheduler.take_events()
 
     def reset_cache(self) -> bool | None:
         """Clear the host tier, and disable the store; return whether it was cleared.
@@ -252,7 +236,7 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
         """Return the changed metrics of this half; None if no report is due."""
         # With several ranks, `pass_on_stats` reads the worker's report once.
         half = self._scheduler or (self._worker if self._num_ranks == 1 else None)
-        return None if half is None else half.take_stats()
+        return half.take_stats() if half else None
 
     @classmethod
     def build_kv_connector_stats(
@@ -278,7 +262,7 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
 
     def register_runner(self, runner: Any) -> None:
         """Set up the host memory for the KV caches of tpu-inference's runner."""
-        self._of_worker.register_runner(runner)
+        self._worker.register_runner(runner)
 
     def register_kv_caches(self, kv_caches: Any) -> None:
         """Raise ValueError: JAX caches come with their runner."""
@@ -290,13 +274,7 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
 
     def unregister_kv_caches(self) -> None:
         """Clear the host tier, as vLLM is about to drop the KV caches."""
-        self._of_worker.lose_pool()
-
-    def restore_kv_caches(self) -> None:
-        """Ignored: every step reads the runner's current caches."""
-
-    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """Ignored: blocks in flight are held, and cannot be overwritten."""
+        self._worker.lose_pool()
 
     def bind_connector_metadata(
         self, connector_metadata: StepMetadata | RankSteps
@@ -319,7 +297,7 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
         the step's requests neither write stored blocks nor read loaded blocks.
         """
         if self._metadata is not None:
-            self._of_worker.start(self._metadata)
+            self._worker.start(self._metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Ignored: a request runs only after its load was reported."""
@@ -336,7 +314,7 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
         self, finished_req_ids: set[str]
     ) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose loads have ended, including failed ones."""
-        output = self._of_worker.poll()
+        output = self._worker.poll()
         if output is NO_REPORTS:
             return None, set()
         if not self._has_plain_ids:
@@ -353,24 +331,16 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that failed loads left unwritten, to be recomputed."""
-        failed = self._of_worker.take_failed_blocks()
+        failed = self._worker.take_failed_blocks()
         return failed if self._has_plain_ids else set()
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
         """Return the report for the scheduler's half."""
-        return self._of_worker.take_report()
+        return self._worker.take_report()
 
     def shutdown(self) -> None:
         """Wait for transfers in flight; close the store and the file of requests."""
-        if self._scheduler is not None:
-            self._scheduler.shut_down()
-        if self._worker is not None:
-            self._worker.shut_down()
-
-    @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """Return None: blocks are moved byte for byte, in any layout."""
-        return None
+        (self._scheduler or self._worker).shut_down()
 
 
 # tpu-inference 0.32 accepts connectors by name; this is one of the names.

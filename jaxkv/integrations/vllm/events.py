@@ -138,7 +138,7 @@ class HostEvents:
 
     def _make(self, name: str, fields: dict[str, Any]) -> Any:
         """Make an event of this vLLM, with the fields that it has."""
-        from vllm.distributed import kv_events  # type: ignore[import-not-found]
+        from vllm.distributed import kv_events
 
         cls = getattr(kv_events, name)
         fields["locality"] = self._localities.get(fields["medium"])
@@ -147,9 +147,7 @@ class HostEvents:
 
 def _external(block_hash: bytes) -> Any:
     """Return a hash as in vLLM's events: bytes, or a number."""
-    from vllm.v1.core.kv_cache_utils import (  # type: ignore[import-not-found]
-        maybe_convert_block_hash,
-    )
+    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
     return maybe_convert_block_hash(block_hash)
 
@@ -158,7 +156,7 @@ def _reader_of_extra_keys(
     request: Any,
 ) -> Callable[[int, int], tuple[Any, ...] | None]:
     """Return a function that reads what vLLM hashes of a block besides its tokens."""
-    from vllm.v1.core import kv_cache_utils  # type: ignore[import-not-found]
+    from vllm.v1.core import kv_cache_utils
 
     if (
         not getattr(request, "mm_features", None)

@@ -110,9 +110,7 @@ def route_by_backlog() -> None:
     once, it sends half of them elsewhere. ImportError without tpu-inference,
     AttributeError if its scheduler has a different API.
     """
-    from tpu_inference.core.sched import (  # type: ignore[import-not-found]
-        dp_scheduler,
-    )
+    from tpu_inference.core.sched import dp_scheduler
 
     ranked = dp_scheduler.DPScheduler
     probe = dp_scheduler.SchedulerCommand.PROBE_COMPUTED_BLOCKS
@@ -158,9 +156,7 @@ def step_while_idle() -> None:
 
     ImportError if vLLM lacks this scheduler.
     """
-    from vllm.v1.core.sched.scheduler import (  # type: ignore[import-not-found]
-        Scheduler,
-    )
+    from vllm.v1.core.sched.scheduler import Scheduler
 
     has_finished = Scheduler.has_finished_requests
 

@@ -785,9 +785,7 @@ def end_before_resets() -> None:
     those that a step in flight may write from connectors; jaxkv's transfers are ordered
     after that step. ImportError if vLLM has no such scheduler.
     """
-    from vllm.v1.core.sched.scheduler import (  # type: ignore[import-not-found]
-        Scheduler,
-    )
+    from vllm.v1.core.sched.scheduler import Scheduler
 
     reset = Scheduler.reset_prefix_cache
     if hasattr(reset, "__wrapped__"):
@@ -797,7 +795,7 @@ def end_before_resets() -> None:
     def end_and_reset(
         scheduler: Any, reset_running_requests: bool = False, *args: Any, **named: Any
     ) -> Any:
-        half = getattr(scheduler.connector, "of_scheduler", None)
+        half = getattr(scheduler.connector, "_scheduler", None)
         if not (reset_running_requests and isinstance(half, SchedulerHalf)):
             return reset(scheduler, reset_running_requests, *args, **named)
         half.end_transfers(scheduler)

@@ -45,9 +45,7 @@ def is_async(vllm_config: Any) -> bool:
 def missing_from_vllm() -> list[str]:
     """Return what restoring tokens needs and this vLLM's scheduler does not send."""
     try:
-        from vllm.v1.core.sched.output import (  # type: ignore[import-not-found]
-            CachedRequestData,
-        )
+        from vllm.v1.core.sched.output import CachedRequestData
     except ImportError as error:
         return [f"CachedRequestData ({error})"]
     return _missing_parameters(CachedRequestData, _NEEDED_OF_VLLM)
