@@ -12,6 +12,7 @@ import pytest
 
 from jaxkv import FullAttention, OffloadingEvent
 from jaxkv.integrations import weights
+from jaxkv.integrations.vllm import adapters
 from jaxkv.integrations.vllm.events import HostEvents
 from jaxkv.scheduling.protocol import ConnectorOutput, TierReport
 from tests.integrations.test_vllm import (
@@ -366,7 +367,8 @@ def test_an_adapter_finds_what_its_own_weights_have_computed(
 def test_blocks_of_an_adapter_that_is_not_known_stay_out_of_the_store(
     newest, make, adapter, tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(weights, "process_started_s", lambda: 0.0)
+    of_adapters = {**vars(weights), "process_started_s": lambda: 0.0}
+    monkeypatch.setattr(adapters, "weights", SimpleNamespace(**of_adapters))
     engine = make({"num_cpu_blocks": 8})
     for number in range(3):
         ask(engine, f"r{number}", lora=adapter)
