@@ -45,10 +45,15 @@ NUM_READ = 128  # Tokens that are read after the prefix.
 _BATCH = 3  # Windows that are computed at once.
 # Tokens that are computed at once.
 _CHUNK = 256
-_SCHEMES: dict[str, Compression | None] = {
-    "none": None,
-    "int8": Compression("int8"),
-    "int4": Compression("int4"),
+# Axes with scales of their own, in blocks [tokens, heads, channels].
+_BY_TOKEN, _BY_CHANNEL = frozenset({-3, -2}), frozenset({-2, -1})
+_KEYS, _VALUES = Compression("int8", _BY_CHANNEL), Compression("int8", _BY_TOKEN)
+# Of keys, and of values.
+_SCHEMES: dict[str, tuple[Compression | None, Compression | None]] = {
+    "none": (None, None),
+    "int8": (Compression("int8"),) * 2,
+    "int8, each token": (_VALUES, _VALUES),
+    "int8, keys by channel, values by token": (_KEYS, _VALUES),
 }
 
 Weights = dict[str, Any]
@@ -262,8 +267,8 @@ def measure(windows: NDArray[np.int32], context: int) -> list[dict[str, Any]]:
             return -chosen[..., 0].mean(axis=1)
 
         exact = expected(cache)
-        for name, compression in _SCHEMES.items():
-            sent = [send(kv, compression) for kv in cache]
+        for name, compressions in _SCHEMES.items():
+            sent = [send(*pair) for pair in zip(cache, compressions, strict=True)]
             logs = expected((sent[0][0], sent[1][0]))
             kl = (jnp.exp(exact) * (exact - logs)).sum(axis=-1).mean(axis=1)
             same = (exact.argmax(axis=-1) == logs.argmax(axis=-1)).mean(axis=1)

@@ -215,7 +215,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
     compression: Quantised | None = settings.name(
         None,
         "engine",
-        "Lossy compression of host blocks to `int8` or `int4`; `null` keeps every bit.",
+        "Lossy compression of host blocks to `int8`; `null` keeps every bit.",
         names=lambda: get_args(Quantised),
     )
     deadline_s: float | None = settings.seconds(

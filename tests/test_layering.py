@@ -38,12 +38,12 @@ CEILINGS = {
     "transfer": 9_205,
     "tiers": 4_347,
     "search": 581,
-    "scheduling": 10_069,
+    "scheduling": 10_063,
     "observe": 1_625,
     "strict": 1_143,
     "config": 939,
     "jaxkv": 95,
-    "tools": 11_918,
+    "tools": 11_908,
     "integrations": 6_888,
 }
 CORE = {"jax", "jaxlib", "numpy", "numba", "llvmlite", "xxhash"}

@@ -52,6 +52,8 @@ class _Progress:
 Ready: TypeAlias = tuple[_Progress, tuple[int, int], Sequence[PackedKeys], int]
 """A request to look at, its limits, its keys by group, and its scheduled tokens."""
 
+_Keys: TypeAlias = Sequence[Sequence[BlockKey]]
+
 
 class EagerStores(Chooser):
     """Chooses which blocks to store, request by request.
@@ -291,9 +293,7 @@ class EagerStores(Chooser):
         for notify in self._listeners.offered:
             notify(offer)
 
-    def _offer_all(
-        self, pool: DevicePool, progress: _Progress, keys: Sequence[PackedKeys]
-    ) -> None:
+    def _offer_all(self, pool: DevicePool, progress: _Progress, keys: _Keys) -> None:
         """Offer all blocks of a request that ends, unless the host has them."""
         if (
             progress.is_ordered
@@ -396,9 +396,7 @@ class EagerStores(Chooser):
                 self._stores.void(pool, blocks.tolist())
                 _clear(pool, blocks)
 
-    def _check_keys(
-        self, progress: _Progress, keys: Sequence[PackedKeys], num_tokens: int
-    ) -> None:
+    def _check_keys(self, progress: _Progress, keys: _Keys, num_tokens: int) -> None:
         """Stop storing a request whose keys changed without a new computation.
 
         It has kept its first `num_tokens` computed tokens since its keys were read.
@@ -423,10 +421,7 @@ class EagerStores(Chooser):
         progress.whole_at = -1
 
     def _num_full(
-        self,
-        progress: _Progress,
-        keys: Sequence[Sequence[BlockKey]],
-        num_tokens: int | None = None,
+        self, progress: _Progress, keys: _Keys, num_tokens: int | None = None
     ) -> list[int]:
         """Return the blocks that tokens fill, by group; None for those to be stored."""
         if num_tokens is None:
@@ -438,11 +433,7 @@ class EagerStores(Chooser):
         return num_full
 
     def _offer(
-        self,
-        pool: DevicePool,
-        progress: _Progress,
-        keys: Sequence[Sequence[BlockKey]],
-        num_full: list[int],
+        self, pool: DevicePool, progress: _Progress, keys: _Keys, num_full: list[int]
     ) -> None:
         """Offer the blocks from `progress.num_offered` up to `num_full`."""
         first = progress.num_offered
@@ -522,11 +513,7 @@ class EagerStores(Chooser):
         return next_tokens
 
     def _rows(
-        self,
-        progress: _Progress,
-        keys: Sequence[Sequence[BlockKey]],
-        first: list[int],
-        end: list[int],
+        self, progress: _Progress, keys: _Keys, first: list[int], end: list[int]
     ) -> Rows:
         """Return the blocks [first[g], end[g]) of all groups g, or null, as rows."""
         spans = zip(progress.tables, first, end, strict=True)

@@ -530,9 +530,8 @@ class TransferEngine:
 
         They are bytes of `read_host`, of this or another engine of this layout.
         `advance_host` continues the write; when `HostWrite.is_over`, the blocks can be
-        loaded, unless there was an error: into shard i of n of the block axis, if they
-        are in part i of n of all host blocks. ValueError if the ids or the payloads are
-        wrong.
+        loaded, unless there was an error; those in part i of n of all host blocks into
+        shard i of n of the block axis. ValueError if the ids or payloads are wrong.
         """
         host_ids = self._host_ids(host_block_ids)
         check_distinct("host_block_ids", host_ids)
@@ -544,8 +543,7 @@ class TransferEngine:
                 f"payloads must be {len(host_ids)} of {num_bytes} bytes, and are "
                 f"{shown(payloads)}."
             )
-        shards = host_ids.astype(np.int64) * self.num_shards // self.num_host_blocks
-        return self._queue.write(host_ids, shards, list(payloads))
+        return self._queue.write(host_ids, list(payloads))
 
     @owned
     def advance_host(self, run: Callable[[Callable[[], None]], object]) -> None:

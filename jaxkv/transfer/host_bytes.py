@@ -286,9 +286,7 @@ def _address_of(owner: jax.Array | Bytes) -> int:
     return address
 
 
-def _distinct(
-    spec: jax.ShapeDtypeStruct,
-) -> list[tuple[tuple[int, ...], list[jax.Device]]]:
+def _distinct(spec: jax.ShapeDtypeStruct) -> list[tuple[Any, list[jax.Device]]]:
     """List where each shard begins, and the devices that have it."""
     shards: dict[tuple[int, ...], list[jax.Device]] = {}
     for device, index in spec.sharding.devices_indices_map(spec.shape).items():

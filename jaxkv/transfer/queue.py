@@ -192,15 +192,11 @@ class TransferQueue:
         )
         return touched
 
-    def write(
-        self,
-        host_ids: NDArray[np.int32],
-        shards: NDArray[np.int64],
-        payloads: list[Bytes],
-    ) -> HostWrite:
+    def write(self, host_ids: NDArray[np.int32], payloads: list[Bytes]) -> HostWrite:
         """Begin to write u8[num_bytes] for each block; `advance_writes` continues."""
         number, plans = self.next_number(), self._plans
-        # Any device block of each shard: no bytes leave it.
+        # Any device block of the shard that each is for: no bytes leave it.
+        shards = host_ids.astype(np.int64) * plans.num_shards // self.table.num_blocks
         device_ids = (shards * plans.shard_blocks).astype(np.int32)
         write = HostWrite(
             Ticket("save", number),

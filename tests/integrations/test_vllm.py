@@ -93,10 +93,9 @@ def make_warm_engine(**options):
     return engine
 
 
-@pytest.mark.parametrize("compression", ["int8", "int4"])
-def test_a_compressed_prompt_comes_back_nearly_as_it_was(newest, compression):
-    engine = make_warm_engine(extra={"compression": compression}, windows=(None, 6))
-    engine.runner.tolerance = 0.01 if compression == "int8" else 0.0625
+def test_a_compressed_prompt_comes_back_nearly_as_it_was(newest):
+    engine = make_warm_engine(extra={"compression": "int8"}, windows=(None, 6))
+    engine.runner.tolerance = 0.01
     assert ask(engine) == TOKENS
     engine.runner.tolerance = 0.0
     forget_device(engine)

@@ -164,10 +164,10 @@ def test_cpu_bytes_become_blocks_of_all_layers():
     assert read(extra=extra).num_host_blocks == (8 << 30) // 512
     extra |= {"cpu_bytes_to_use": "1MiB", "blocks_per_chunk": 4}
     assert read(extra=extra).num_host_blocks == (1 << 20) // 2048
-    # A byte for two, and for each token; one of each four channels, and one exponent.
+    # A byte for two, and two scales for each head.
     extra |= {"compression": "int8", "blocks_per_chunk": 1}
     config = read(extra=extra)
-    assert config.num_host_blocks == (1 << 20) // (8 * (4 * (8 + 1) + 2 + 1))
+    assert config.num_host_blocks == (1 << 20) // (256 + 2 * 16)
     assert config.planned_bytes <= 1 << 20
     assert config.block_bytes == 512
     extra |= {"compression": None, "blocks_per_chunk": 4}

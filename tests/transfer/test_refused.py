@@ -75,7 +75,7 @@ ARGUMENTS = [
     *((of_heads(axis), HEADS) for axis in (0, -4, frozenset(), frozenset({0, 2}))),
     *(
         (of_heads(axis), r"of pool\['k'\] must be an axis of")
-        for axis in (4, -5, frozenset({2, 4}), frozenset({1, 2, 3}))
+        for axis in (4, -5, frozenset({2, 4}))
     ),
     (of_heads([1, 2]), "head_axis=.* must be an int, a froz"),
     (of_heads(1.5), r"head_axis 1.5 of pool\['k'\] must be an"),
@@ -90,8 +90,8 @@ def test_wrong_arguments_of_an_engine_are_refused():
         with pytest.raises(ValueError, match=message):
             TransferEngine(pool, **size | arguments)
     assert TransferEngine(pool, host_bytes=2128).num_host_blocks == 1
-    with pytest.raises(ValueError, match="compression dtype='fp8' must be one of"):
-        Compression("fp8")
+    with pytest.raises(ValueError, match="compression dtype='int4' must be one of"):
+        Compression("int4")
     with pytest.raises(ValueError, match="at least one pool"):
         MultiPoolEngine([], 4)
 

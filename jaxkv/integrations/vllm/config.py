@@ -25,11 +25,11 @@ from jaxkv.policies import get_policy_maker, policy_names, register_policy
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.search import FullAttention, Mamba, SlidingWindow
 from jaxkv.search.groups import GroupSpec
-from jaxkv.transfer.codecs import Quantised, compressed_bytes
 from jaxkv.transfer.storage.objects import HEADER_BYTES
 from jaxkv.transfer.storage.store_url import StoreUrl, shown_url
 
 DEFAULT_HOST_BYTES = 8 << 30
+_SCALE_BYTES = 4
 
 # Settings of vLLM -> their required values, and the reasons.
 _REQUIRED: dict[str, tuple[Any, str]] = {
@@ -670,10 +670,11 @@ def _group_bytes(group: Any) -> int:
     return num_repeats * sum(int(layer.page_size_bytes) for layer in layers)
 
 
-def _host_share(kv_cache_config: Any, compression: Quantised | None) -> Fraction:
+def _host_share(kv_cache_config: Any, compression: str | None) -> Fraction:
     """Return the bytes of a host block as a fraction of a device block's.
 
-    If layers differ, the largest fraction counts.
+    A compressed value takes a byte, and each block has two float32 scales per head. If
+    layers differ, the largest fraction counts.
     """
     if compression is None:
         return Fraction(1)
@@ -682,7 +683,6 @@ def _host_share(kv_cache_config: Any, compression: Quantised | None) -> Fraction
         for layer in _layers_of(group):
             itemsize = layer.dtype.itemsize
             values = layer.block_size * layer.head_size
-            size = compressed_bytes(compression, layer.block_size, layer.head_size)
-            share = Fraction(size, values * itemsize)
+            share = Fraction(values + _SCALE_BYTES, values * itemsize)
             shares.append(share if itemsize > 1 else Fraction(1))
     return max(shares)
