@@ -192,7 +192,7 @@ ROWS = {
         for name in ("touch", "free", "pin", "unpin", "evict")
     },
     "device_native.add_pins": INNER,
-    "device_native.note_copies": of_pool("note_copies", [0, 0]),
+    "device_native.record_copies": of_pool("record_copies", [0, 0]),
     "device_native.forget_copies": refuse_words,
     "device_native.next_free": clamps,
     "device_native.next_victims": clamps,

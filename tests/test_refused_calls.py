@@ -300,7 +300,7 @@ def test_arguments_of_a_wrong_type_are_refused_by_the_scheduler(engine):
             (_NO_NAMES, _NO_NAMES, events, events, tiers),
         )
         rates = ["1", None, math.nan, math.inf, -1.0, [1], object()]
-        yield from one_wrong(scheduler.note_rates, (1.0, 1.0, 1.0), (rates,) * 3)
+        yield from one_wrong(scheduler.set_rates, (1.0, 1.0, 1.0), (rates,) * 3)
 
     check("OffloadScheduler", owner, cases())
 
@@ -352,7 +352,7 @@ def test_arguments_of_a_wrong_type_are_refused_by_the_device_pool():
             yield from one_wrong(getattr(pool, name), (1,), (counts,))
         yield from one_wrong(pool.ref_cnt, (1,), (_NO_TOKENS,))
         copies = [value for value in _NO_IDS if value not in ([-1],)]
-        yield from one_wrong(pool.note_copies, (blocks, [3, 4]), (_NO_IDS, copies))
+        yield from one_wrong(pool.record_copies, (blocks, [3, 4]), (_NO_IDS, copies))
 
     check("DeviceBlockPool", (pool,), cases())
     for num_blocks in _NO_COUNTS:

@@ -376,14 +376,14 @@ class Boundary:
             if not self._num_holders[row]:
                 del self._num_holders[row]
 
-    def note_asked(self, keys: Sequence[BlockKey]) -> None:
+    def record_asked(self, keys: Sequence[BlockKey]) -> None:
         """Record which blocks a new request looks up, before it touches them."""
         if self._reuse_filter is not None:
             self._reuse_filter.count(keys)
             self._offer(_select(keys, self.upper.find(keys) != NO_BLOCK))
         self.tier.touch(keys)
 
-    def note_stored(self, keys: Sequence[BlockKey]) -> None:
+    def record_stored(self, keys: Sequence[BlockKey]) -> None:
         """Offer blocks that have arrived in the upper tier, by the write rule."""
         self._seen = None  # They may be among the next victims.
         if self._write == "through":
@@ -427,7 +427,7 @@ class Boundary:
         for report in reports:
             if report.tier != self.number:
                 continue
-            self._note_down(report.num_down)
+            self._record_down(report.num_down)
             self.latencies_s = report.latencies_s or self.latencies_s
             for move in self.fetches.report(report.fetched):
                 self._end_fetch(move)
@@ -440,11 +440,11 @@ class Boundary:
                 self._end_probe(move)
             if not self._is_disabled:
                 listing = report.found, report.gone, report.listed, report.bound
-                self._to_delete += self.tier.note_listing(*listing)
+                self._to_delete += self.tier.record_listing(*listing)
                 if report.num_full:
-                    self._to_delete += self.tier.note_full(report.num_full)
+                    self._to_delete += self.tier.record_full(report.num_full)
 
-    def _note_down(self, num_down: int) -> None:
+    def _record_down(self, num_down: int) -> None:
         """Count a worker that no longer reaches the lower tier, or does again."""
         self._num_down += num_down
         if num_down > 0:
@@ -560,11 +560,11 @@ class Boundary:
         is_lost = ~self.tier.contains(keys)
         is_lost[[key in self.fetch_of for key in keys]] = False
         if is_lost.any():
-            self._note_missing(wait, _select(keys, is_lost))
+            self._record_missing(wait, _select(keys, is_lost))
             keys = keys[: int(is_lost.argmax())]
         return keys
 
-    def _note_missing(self, wait: _Wait, keys: Sequence[BlockKey]) -> None:
+    def _record_missing(self, wait: _Wait, keys: Sequence[BlockKey]) -> None:
         """Record blocks that do not arrive: blocks after them are of no use."""
         missing = [key for key in keys if wait.ends.pop(key, None) is not None]
         if missing:
@@ -580,7 +580,7 @@ class Boundary:
             expected = _select(keys, ~self.tier.contains(keys))
             if not self.tier.has_room(keys):
                 return 0
-            self.tier.note_resident(keys)
+            self.tier.record_resident(keys)
         placed = None
         for num in self._fetch_sizes(len(keys)):
             placed = self.upper.place(self._not_in_flight(keys[:num]), filtered=False)
@@ -751,7 +751,7 @@ class Boundary:
             wait.rows += rows
             ends = [wait.ends.pop(key) for key in keys if key in wait.ends]
             wait.arrived_ends.update(ends)
-            self._note_missing(wait, missing)
+            self._record_missing(wait, missing)
             if is_awaited:  # A request waits only once.
                 self.probing.setdefault(request_id, Probing()).absent.update(missing)
 
@@ -761,7 +761,7 @@ class Boundary:
         for key in move.keys:
             del self._probe_of[key]
         resident, absent = _split(move)
-        self.tier.note_resident(resident)
+        self.tier.record_resident(resident)
         self.counts.found += len(resident) * self.factor
         for request_id in move.waiters:
             probing = self.probing[request_id]
@@ -814,7 +814,7 @@ def make_boundaries(
             below,
             rules,
             is_private=is_private,
-            on_arrival=boundaries[0].note_stored if boundaries else None,
+            on_arrival=boundaries[0].record_stored if boundaries else None,
             number=number,
         )
         boundaries.insert(0, boundary)

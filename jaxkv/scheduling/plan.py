@@ -50,7 +50,7 @@ _MAX_PROBES = 64  # Probes of one tier in flight.
 class Gate:
     """Declines loads and fetches that would take longer than recomputing their tokens.
 
-    All pass until `note_rates` sets the rates. One slow load in `_PROBE_INTERVAL`
+    All pass until `set_rates` sets the rates. One slow load in `_PROBE_INTERVAL`
     passes as well, so that the rate is still measured.
     """
 
@@ -63,8 +63,8 @@ class Gate:
         self._num_slow = 0
         self._num_slow_fetches = 0
 
-    def note_rates(self, load_bytes_per_s: float, prefill_tokens_per_s: float) -> None:
-        """Set the measured rates; see `OffloadScheduler.note_rates`."""
+    def set_rates(self, load_bytes_per_s: float, prefill_tokens_per_s: float) -> None:
+        """Set the measured rates; see `OffloadScheduler.set_rates`."""
         check_rates(
             load_bytes_per_s=load_bytes_per_s, prefill_tokens_per_s=prefill_tokens_per_s
         )

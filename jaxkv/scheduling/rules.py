@@ -180,7 +180,7 @@ class RuleSettings(Settings):
         False,
         "scheduler",
         "Decline loads that would take longer than recomputing, judging by the rates "
-        "passed to `OffloadScheduler.note_rates`.",
+        "passed to `OffloadScheduler.set_rates`.",
     )
     keep_heads: bool = settings.flag(
         False,

@@ -225,7 +225,7 @@ class OffloadScheduler(Reporting):
 
         observers = self._stats, self._listeners
         self._loads = Loads(groups, host, rules, self._book, *observers)
-        on_arrival = self.below[0].note_stored if self.below else None
+        on_arrival = self.below[0].record_stored if self.below else None
         self._stores = Stores(host, rules, *observers, on_arrival)
         self._store_steps = StoreSteps(groups, rules)
         self._chooser = self._make_chooser()
@@ -284,7 +284,7 @@ class OffloadScheduler(Reporting):
         no_blocks = [np.zeros(0, np.bool_)] * len(self.groups)
         find_longest_hit(self.groups, no_blocks, 0)
 
-    def note_rates(
+    def set_rates(
         self,
         load_bytes_per_s: float,
         prefill_tokens_per_s: float,
@@ -307,7 +307,7 @@ class OffloadScheduler(Reporting):
                 number of tiers. Then nothing changes.
         """
         rates = checked_rates(storage_bytes_per_s, len(self.below))
-        self._gate.note_rates(load_bytes_per_s, prefill_tokens_per_s)
+        self._gate.set_rates(load_bytes_per_s, prefill_tokens_per_s)
         for boundary, rate in zip(self.below, rates, strict=True):
             boundary.bytes_per_s = rate
 
@@ -433,7 +433,7 @@ class OffloadScheduler(Reporting):
         if load is not None and load.num_blocks:
             requests.caps[name] = load.num_computed_tokens
         if num_external:
-            self._store_steps.note_tokens(num_external)
+            self._store_steps.record_tokens(num_external)
         self._chooser.begun(pool, request, keys, tables, *hits, limits)
         if begins and name not in requests.begun:
             self._begin(request, keys, *hits)
@@ -459,7 +459,7 @@ class OffloadScheduler(Reporting):
             if not after.all():  # None is found past the first that the host lacks.
                 self._stats.num_headless += int(after[after.argmin() :].sum())
         for boundary in self.below:
-            boundary.note_asked(used)
+            boundary.record_asked(used)
         host.count_lookup(used)
         host.touch(used)
         if self._listeners.begun:

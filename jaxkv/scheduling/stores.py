@@ -76,9 +76,9 @@ class StoreSteps:
             self._steps_left = self._max_wait_steps
         elif self._num_tokens:
             self._steps_left -= 1
-        self.note_tokens(num_tokens)
+        self.record_tokens(num_tokens)
 
-    def note_tokens(self, num_tokens: int) -> None:
+    def record_tokens(self, num_tokens: int) -> None:
         """Count tokens that a step computes, or that a request loads."""
         self._num_tokens = min(self._num_tokens + num_tokens, self._batch_tokens)
 
@@ -251,7 +251,7 @@ class Stores:
             placement = self._host.place_keeping(keys, copies[copies != NO_BLOCK])
             if placement is not None:
                 placed = blocks if placement.rows is None else blocks[placement.rows]
-                pool.note_copies(placed, placement.block_ids)
+                pool.record_copies(placed, placement.block_ids)
             return self._pin_and_queue(pool, placement, blocks)
 
         num = len(victims.block_ids)

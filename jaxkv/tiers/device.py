@@ -212,7 +212,7 @@ class DeviceBlockPool:
                 "holds": (bound, ids, input_keys, flags),
                 "next_free": (bound, 1, ids, flags, keys),
                 "next_victims": (bound, 1, ids, ids, ids, keys),
-                "note_copies": (bound, ids, ids),
+                "record_copies": (bound, ids, ids),
                 "forget_copies": (bound, keys),
                 "allocate": (bound, 1, ids, flags, keys),
                 "touch": (bound, ids),
@@ -302,7 +302,7 @@ class DeviceBlockPool:
         if self._events is not None or self._names or self.unwritten:
             # Not after `evict`: an evicted block's holder may still `cache` it.
             self.unwritten.difference_update(block_ids)
-            self._note_evicted(block_ids, list_keys())
+            self._record_evicted(block_ids, list_keys())
         return block_ids
 
     def next_free(self, num: int) -> tuple[list[int], list[bytes | None]]:
@@ -344,7 +344,7 @@ class DeviceBlockPool:
             keys = list(map(self._names.get, block_ids[rows].tolist(), keys))
         return Victims(block_ids, copies[:num_victims], rows, keys)
 
-    def note_copies(self, block_ids: BlockIds, copies: BlockIds) -> None:
+    def record_copies(self, block_ids: BlockIds, copies: BlockIds) -> None:
         """Record the host copy of each block, until the block is evicted.
 
         NO_BLOCK is for a block without a copy.
@@ -357,7 +357,7 @@ class DeviceBlockPool:
             raise ValueError(
                 f"{len(host_ids)} copies must be one for each of {len(ids)}."
             )
-        if self._native.note_copies(self.bound, ids, host_ids) >= 0:
+        if self._native.record_copies(self.bound, ids, host_ids) >= 0:
             self._refuse_outside(ids)
 
     def forget_copies(self, words: NDArray[np.uint32] | None = None) -> None:
@@ -463,7 +463,7 @@ class DeviceBlockPool:
 
         _, list_keys = self._list_blocks(evict, len(ids))
         self.num_changes += 1
-        self._note_evicted(ids, list_keys())
+        self._record_evicted(ids, list_keys())
 
     def reset(self) -> bool:
         """Remove all keys; return False, unchanged, if a block is held or pinned."""
@@ -512,7 +512,7 @@ class DeviceBlockPool:
         scratch.touch(blocks)
         scratch.free(blocks * 2)
         scratch.next_free(1)
-        scratch.note_copies(blocks, scratch.find(keys))
+        scratch.record_copies(blocks, scratch.find(keys))
         scratch.forget_copies(pack(keys)[1])
         scratch.next_victims(1)
         scratch.evict(blocks)
@@ -579,9 +579,9 @@ class DeviceBlockPool:
         (key,) = words_to_keys(self.state.directory.keys[block_id][None])
         return self._names.get(block_id, key)
 
-    def _note_evicted(self, block_ids: list[int], keys: Sequence[bytes | None]) -> None:
+    def _record_evicted(self, ids: list[int], keys: Sequence[bytes | None]) -> None:
         if self._names:
-            for block_id in block_ids:
+            for block_id in ids:
                 self._names.pop(block_id, None)
         evicted = [key for key in keys if key is not None]
         if evicted:

@@ -102,7 +102,7 @@ def next_victims(
 
 
 @compiled
-def note_copies(tier: Any, block_ids: Any, copies: Any) -> Any:
+def record_copies(tier: Any, block_ids: Any, copies: Any) -> Any:
     """Record the host block with the same contents (`copies`, i64[K]) of each block."""
     bad_row = find_outside(tier, block_ids)
     if bad_row >= 0:

@@ -355,7 +355,7 @@ class XlaExecutor(_Operations):
         has_copy, unknown = on_host != NO_BLOCK, rows[:num_unknown].copy()
         copies[unknown] = on_host
         copied = block_ids[unknown[has_copy]]
-        device_native.note_copies(device, copied, on_host[has_copy])
+        device_native.record_copies(device, copied, on_host[has_copy])
         num_uncopied = num_unknown - np.count_nonzero(has_copy)
         rows[:num_uncopied] = unknown[~has_copy]
         keys[:num_uncopied] = keys[:num_unknown][~has_copy]

@@ -534,7 +534,7 @@ class BlockIndex:
         """Whether the index has all of the medium, except later writes by others."""
         return True
 
-    def note_listing(
+    def record_listing(
         self,
         present: Sequence[BlockKey],
         absent: Sequence[BlockKey],
@@ -547,10 +547,10 @@ class BlockIndex:
         """
         return []
 
-    def note_resident(self, keys: Sequence[BlockKey]) -> None:
+    def record_resident(self, keys: Sequence[BlockKey]) -> None:
         """Record blocks that the medium is known to have."""
 
-    def note_full(self, num: int) -> list[BlockKey]:
+    def record_full(self, num: int) -> list[BlockKey]:
         """Record that `num` blocks had no room in the medium; return keys to delete."""
         return []
 

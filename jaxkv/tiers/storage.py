@@ -25,7 +25,7 @@ class StorageTier(BlockIndex):
 
     The index may be out of date, because other engines write to the store and delete
     from it. A failed read reveals a deleted block (`discard`); a listing (`add_found`)
-    or a probe (`note_resident`) reveals blocks that others have written.
+    or a probe (`record_resident`) reveals blocks that others have written.
 
     Raises a ValueError for more blocks than ids, and a MemoryError if the index does
     not fit.
@@ -33,7 +33,7 @@ class StorageTier(BlockIndex):
     Example:
         >>> tier = StorageTier(block_size=16, num_blocks=2)
         >>> tier.add_found([b"a", b"b", b"c"])
-        >>> tier.note_bound(bound=3, num_resident=3)
+        >>> tier.record_bound(bound=3, num_resident=3)
         []
         >>> tier.contains([b"a", b"b", b"c"]).tolist(), tier.num_unindexed
         ([True, True, False], 1)
@@ -80,7 +80,7 @@ class StorageTier(BlockIndex):
         """Whether the index has all of the store, except later writes by others."""
         return self._is_listed
 
-    def note_listing(
+    def record_listing(
         self,
         present: Sequence[BlockKey],
         absent: Sequence[BlockKey],
@@ -94,9 +94,9 @@ class StorageTier(BlockIndex):
         if absent:
             self.discard(absent)
         if bound is not None:
-            return self.note_bound(*bound)
+            return self.record_bound(*bound)
         if listed is False:
-            self.note_unlisted()
+            self.record_unlisted()
         return []
 
     def clear(self) -> None:
@@ -115,7 +115,7 @@ class StorageTier(BlockIndex):
             self.num_found += len(placed.keys)
             self.complete_store(placed.keys)
 
-    def note_resident(self, keys: Sequence[BlockKey]) -> None:
+    def record_resident(self, keys: Sequence[BlockKey]) -> None:
         """Add blocks that a request needs now and the store has, evicting others."""
         new = list(compress(keys, (~self.contains(keys)).tolist()))
         placed = self.place(keys) if new else None  # `place` evicts none of `keys`.
@@ -129,7 +129,7 @@ class StorageTier(BlockIndex):
         self.num_unindexed += len(placed.evicted_keys)
         self.complete_store(placed.keys)
 
-    def note_bound(self, bound: int, num_resident: int) -> list[BlockKey]:
+    def record_bound(self, bound: int, num_resident: int) -> list[BlockKey]:
         """Set the store's max blocks, and the number of blocks that a listing counted.
 
         Returns the keys to delete, if too many blocks have been written meanwhile.
@@ -138,12 +138,12 @@ class StorageTier(BlockIndex):
         self.num_unindexed = max(0, num_resident - self.num_held_blocks)
         return self._shrink()
 
-    def note_unlisted(self) -> None:
+    def record_unlisted(self) -> None:
         """Apply a failed listing: set a bound, unless it found blocks of others."""
         if self.bound is None and not self.num_found:
             self.bound = self.num_blocks
 
-    def note_full(self, num: int) -> list[BlockKey]:
+    def record_full(self, num: int) -> list[BlockKey]:
         """Make room in a store that refused `num` blocks, although below its bound.
 
         Its present size is its bound until the next listing, or until as many blocks

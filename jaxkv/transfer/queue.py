@@ -134,7 +134,7 @@ class TransferQueue:
         self._last_reader[touched] = transfer.number
         self.table.claim(host_ids, transfer.number, device_ids != NOTHING)
         self._waiting_saves.append(transfer)
-        self._note_if_over(transfer)
+        self._record_if_over(transfer)
         self.collect()
         if not self._waiting_loads:
             self._issue(leaves)
@@ -180,7 +180,7 @@ class TransferQueue:
                 transfer.unwritten[piece] = None
         for transfer in transfers:
             self._num_waiting_loads += bool(transfer.num_unissued)
-            self._note_if_over(transfer)
+            self._record_if_over(transfer)
         self.advance(leaves)
         return [transfer.ticket for transfer in transfers]
 
@@ -208,7 +208,7 @@ class TransferQueue:
         )
         self.table.claim(host_ids, number)
         self._writes.append(write)
-        self._note_if_over(write)
+        self._record_if_over(write)
         return write
 
     def advance_writes(self, run: Callable[[Callable[[], None]], object]) -> None:
@@ -328,7 +328,7 @@ class TransferQueue:
         call.num_left += 1
         return transfer
 
-    def _note_if_over(self, transfer: Transfer) -> None:
+    def _record_if_over(self, transfer: Transfer) -> None:
         """Finish a write, or have another transfer reported, if nothing is left."""
         if not transfer.is_over or transfer.is_noted:
             return
@@ -369,7 +369,7 @@ class TransferQueue:
             and self._has_room(waiting[0].num_bytes)
         ):
             piece = waiting.popleft()
-            self._note_issued(piece)
+            self._record_issued(piece)
             pieces.append(piece)
             self._skip_dropped()
         return pieces
@@ -434,7 +434,7 @@ class TransferQueue:
             transfer.todo = transfer.todo[is_claimed]
             ids, device_ids = ids[is_claimed], device_ids[is_claimed]
             if not transfer.todo.size:
-                self._note_if_over(transfer)
+                self._record_if_over(transfer)
                 return None
         placement = self.table.place(ids, self._plans.shards(device_ids))
         if placement is None:
@@ -487,7 +487,7 @@ class TransferQueue:
         self._landing += pieces
         self._stage(pieces)
 
-    def _note_issued(self, piece: LoadPiece) -> None:
+    def _record_issued(self, piece: LoadPiece) -> None:
         """Record that a piece of a load no longer waits."""
         self._stop_waiting(piece)
         piece.is_issued = True
@@ -599,7 +599,7 @@ class TransferQueue:
             if error:
                 transfer.fail(error)
                 self._drop_unissued(transfer)
-            self._note_if_over(transfer)
+            self._record_if_over(transfer)
 
     def _follow(self, placement: Placement, carried: NDArray[np.bool_]) -> None:
         """Point waiting loads at the extent that their blocks were carried over to.
@@ -646,7 +646,7 @@ class TransferQueue:
         self._num_waiting_loads -= bool(transfer.num_unissued)
         transfer.num_unissued = 0
         self._skip_dropped()
-        self._note_if_over(transfer)
+        self._record_if_over(transfer)
 
     def _skip_dropped(self) -> None:
         """Remove the first waiting loads that were dropped."""

@@ -210,7 +210,7 @@ class PagedEngine:
             self.note("the device forgets all")
         if self.setup.config.skip_slow_loads and rng.random() < 0.1:
             rates = rng.choice((0, 1e3, 1e9)), rng.choice((0, 9, 1e6))
-            self.scheduler.note_rates(*rates)
+            self.scheduler.set_rates(*rates)
 
     def submit(self, tokens, extras):
         name = f"r{self._num_users}"

@@ -79,7 +79,7 @@ class Setup:
     # Optional actions: see `World.actions`.
     acts: tuple = ("fail", "preempt", "abort", "reset")
     listed: tuple = ()  # Requests whose blocks the store has, and lists at some time.
-    # Arguments of `note_rates`, the first at the start, when a probe is nearly due.
+    # Arguments of `set_rates`, the first at the start, when a probe is nearly due.
     rates: tuple = ()
     policy: str = "lru"
     retentions: tuple[Retention, ...] = ()  # Of the first requests.
@@ -276,7 +276,7 @@ class World:
         assert scheduler.build_connector_meta(SchedulerOutput({})).is_nothing
         self.rates = 0
         if setup.rates:
-            scheduler.note_rates(*setup.rates[0])
+            scheduler.set_rates(*setup.rates[0])
             scheduler._gate._num_slow = _PROBE_INTERVAL - 2
             scheduler._gate._num_slow_fetches = _PROBE_INTERVAL - 2
         self.requests = [
@@ -948,7 +948,7 @@ class World:
 
     def _do_rates(self, n):
         self.rates = n
-        self.scheduler.note_rates(*self.setup.rates[n])
+        self.scheduler.set_rates(*self.setup.rates[n])
 
     def _is_private(self, key):
         return self.setup.private in self._contents[key]
@@ -1015,11 +1015,11 @@ class World:
             elif t.kind == "fetch" and t.is_owner:
                 self.host[target] = what if ok else GARBAGE
                 if ok and not t.is_forgotten:
-                    self._note_fetched(t.name, source, target)
+                    self._record_fetched(t.name, source, target)
             elif t.kind == "write" and ok:
                 self.objects[source] = what
 
-    def _note_fetched(self, event, key, row):
+    def _record_fetched(self, event, key, row):
         """Record that a block has come for those that wait for this fetch."""
         for r in self.requests:
             keys = [key for group in r.block_keys_by_group for key in group]
@@ -1372,7 +1372,7 @@ class World:
             lambda: scheduler.get_num_new_matched_tokens(bare, 0),
             lambda: scheduler.request_finished(stopped),
             lambda: scheduler.request_finished(nobody, [[1]] * (1 + len(self.groups))),
-            lambda: scheduler.note_rates(-1.0, 1.0),
+            lambda: scheduler.set_rates(-1.0, 1.0),
             lambda: scheduler.get_num_new_matched_tokens(nobody, -1),
             lambda: scheduler.update_state_after_alloc(nobody, [], size),
             lambda: scheduler.update_state_after_alloc(nobody, far, 0),

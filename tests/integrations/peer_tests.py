@@ -142,7 +142,7 @@ class TPUOffloadConnector(OffloadConnector):
 
     def update_connector_output(self, connector_output):
         if connector_output.kv_connector_stats is not None:
-            self._scheduler.note_report(ended(self.in_flight))
+            self._scheduler.record_report(ended(self.in_flight))
 
     def register_runner(self, runner):
         self.connector_worker.register_runner(runner)
@@ -250,7 +250,7 @@ class SchedulerView:
         table = [block + 1 for block in blocks.get_block_ids()[0]]
         planned = self._pre_load_specs.get(request.request_id)
         self.half.query(request, planned.num_skip_leading_tokens)
-        self.half.note_blocks(request, (table,), num_external_tokens)
+        self.half.record_blocks(request, (table,), num_external_tokens)
         (meta,) = in_their_form("", self._step(), NO_MOVES, 0, table).requests_meta
         self.load_specs[request.request_id] = meta.load_spec
 
@@ -286,7 +286,7 @@ class SchedulerView:
             key = key_in_group(block_hash, 0)
             self.pool.blocks[block].set_block_hash(key, self.block_size)
         num_loaded, _ = self.half.query(request, num_local)
-        self.half.note_blocks(request, (table,), num_loaded)
+        self.half.record_blocks(request, (table,), num_loaded)
         loads = self._step()
         request.num_computed_tokens = num_local + num_loaded
         for num_tokens in scheduled:
@@ -304,7 +304,7 @@ class SchedulerView:
             preempted_req_ids=(),
         )
         moves = self.half.build_metadata(output).transfers
-        self.half.note_report(ended(moves))
+        self.half.record_report(ended(moves))
         for name, num_tokens in scheduled.items():
             self.requests[name].num_computed_tokens += num_tokens
         return moves

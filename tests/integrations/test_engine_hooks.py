@@ -52,7 +52,7 @@ class Traffic:
         for number in range(num_requests):
             prompt = self.rng.choice(documents)[: self.rng.randint(9, 41)]
             request = engine.submit(f"r{number}", prompt, self.rng.randint(1, 12))
-            request.future.add_done_callback(self.note_end)
+            request.future.add_done_callback(self.record_end)
             self.requests.append(request)
         self.schedule, engine.schedule = engine.schedule, self.act_and_schedule
         self.preempt, engine.preempt = engine.preempt, self.count_and_preempt
@@ -60,7 +60,7 @@ class Traffic:
     def is_done(self):
         return all(request.future.done() for request in self.requests)
 
-    def note_end(self, _):
+    def record_end(self, _):
         if self.is_done():
             self.engine.calls.put(None)
 

@@ -745,13 +745,13 @@ def test_a_load_without_a_thread_for_it_runs_in_the_callers(make, monkeypatch):
     def refuse(*args):
         raise RuntimeError("can't start new thread")
 
-    def note_and_load(*args):
+    def record_and_load(*args):
         threads.append(threading.current_thread())
         return load(*args)
 
     load = store._load
     with monkeypatch.context() as patch:
-        patch.setattr(store, "_load", note_and_load)
+        patch.setattr(store, "_load", record_and_load)
         patch.setattr("_thread.start_new_thread", refuse)
         check_hit(store.load(P), P)
     assert threads == [threading.current_thread()]

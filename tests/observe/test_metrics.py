@@ -254,7 +254,7 @@ def test_skipped_and_paused_stores_and_declined_loads_are_counted():
     assert read(rig.scheduler)["vllm:kv_offload_stores_skipped_total"] >= 2
     rig.run(rig.request("two", 1, 2))
     rig.forget_device()
-    rig.scheduler.note_rates(1.0, 1e9)
+    rig.scheduler.set_rates(1.0, 1e9)
     assert rig.offer(rig.request("three", 1, 2)) == (0, False)
     page = read(rig.scheduler)
     assert page["jaxkv:kv_offload_loads_declined_total"] == 1

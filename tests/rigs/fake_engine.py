@@ -299,7 +299,7 @@ class Scheduler:
 
     def update(self, output, connector_output, sampled):
         for request in list(self.waiting):
-            self.note_failures(request, connector_output)
+            self.record_failures(request, connector_output)
         for name, tokens in sampled.items():
             request = self.requests.get(name)
             if request is None or request.status == "ABORTED":
@@ -348,7 +348,7 @@ class Scheduler:
             self.waiting.remove(held[-1])
             self.preempt(held[-1])
 
-    def note_failures(self, request, connector_output):
+    def record_failures(self, request, connector_output):
         name = request.request_id
         if request.status != "WAITING_FOR_REMOTE_KVS":
             return

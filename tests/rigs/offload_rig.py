@@ -508,7 +508,7 @@ class StoredEngine:
         self.engine.save(self.pool, range(1, 1 + len(keys)), blocks)
         self.pool, _ = self.engine.drain(self.pool)
         host.complete_store(keys)
-        self.scheduler.below[0].note_stored(keys)
+        self.scheduler.below[0].record_stored(keys)
         while self.scheduler.has_pending_stores():
             self.step()
             time.sleep(1e-4)

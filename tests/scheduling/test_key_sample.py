@@ -122,12 +122,12 @@ def test_keys_behind_the_hottest_are_sampled_by_their_bits():
 def test_the_hottest_keys_begin_the_most_prompts():
     sample = KeySample(3, 200)
     ends = (some_keys(seed, 20) for seed in itertools.count())
-    nums_hot = [sample.note_request(HEAD[:5] + next(ends)) for _ in range(100)]
+    nums_hot = [sample.record_request(HEAD[:5] + next(ends)) for _ in range(100)]
     assert nums_hot[:16] == [0] * 16
     assert nums_hot[-1] == 5
     # What is seldom asked for is not.
-    assert sample.note_request(some_keys(0, 20)) == 0
+    assert sample.record_request(some_keys(0, 20)) == 0
     # Nor is what no one asks for any more.
     for _ in range(3000):
-        sample.note_request(next(ends))
-    assert sample.note_request(HEAD[:5]) == 0
+        sample.record_request(next(ends))
+    assert sample.record_request(HEAD[:5]) == 0

@@ -140,7 +140,7 @@ def test_a_scheduler_logs_its_outlook_when_it_is_collected(caplog):
     assert (outlook.num_requests, outlook.num_host_tokens) == (4, 0)
     assert "4 MiB more would find 22.2 percentage points more" in outlook.sentence
     assert outlook.saved_s(outlook.shadows[1]) is None
-    rig.scheduler.note_rates(1 << 30, 100.0)
+    rig.scheduler.set_rates(1 << 30, 100.0)
     outlook = rig.scheduler.outlook()
     # 8 tokens take 80 ms, their blocks 2 ms.
     assert outlook.saved_s(outlook.shadows[1]) == pytest.approx((0.08 - 2 / 1024) / 4)

@@ -349,14 +349,14 @@ def test_the_gate_declines_slow_loads_and_tries_every_32nd():
     request = rig.request("two", 1, 2, 3)
     # Without rates everything is loaded; and so with one of them.
     for rates in ((0, 0), (1e6, 0), (0, 1e6), (2000.0, 8.0)):  # one second either way
-        rig.scheduler.note_rates(*rates)
+        rig.scheduler.set_rates(*rates)
         assert rig.offer(request) == (8, True)
-    rig.scheduler.note_rates(2000.0, 8.1)
+    rig.scheduler.set_rates(2000.0, 8.1)
     offers = [rig.offer(request) for _ in range(64)]
     assert [n for n, offer in enumerate(offers) if offer == (8, True)] == [31, 63]
     assert offers.count((0, False)) == 62 == rig.scheduler.stats.num_loads_declined
     # What is on its way already comes first.
-    rig.scheduler.note_rates(2000.0, 8.0)
+    rig.scheduler.set_rates(2000.0, 8.0)
     rig.admit(rig.request("three", 1, 2, 4))
     rig.step()
     assert rig.offer(request) == (0, False)

@@ -197,7 +197,7 @@ def test_rates_decide_about_loads_from_every_tier_below():
         (2, (1.0, 0.0), False),
     ):
         scheduler = make_tiers(num)
-        scheduler.note_rates(1e9, 1e3, rates)
+        scheduler.set_rates(1e9, 1e3, rates)
         answer = scheduler.get_num_new_matched_tokens(make_request("a", 1, 2), 0)
         assert answer == ((0, False) if is_slow else (None, False)), (num, rates)
 
@@ -206,7 +206,7 @@ def test_a_tier_whose_reads_take_longer_than_prefill_is_not_asked():
     """However many bytes per second it has: the prefill of 8 tokens takes 8 ms."""
     for read_s in (0.005, 0.02):
         scheduler = make_tiers(1)
-        scheduler.note_rates(1e9, 1e3, 1e9)
+        scheduler.set_rates(1e9, 1e3, 1e9)
         report = TierReport(latencies_s=(read_s, 0.0))
         scheduler.update_connector_output(ConnectorOutput(below=(report,)))
         answer = scheduler.get_num_new_matched_tokens(make_request("a", 1, 2), 0)[0]
@@ -216,11 +216,11 @@ def test_a_tier_whose_reads_take_longer_than_prefill_is_not_asked():
 
 def test_wrong_rates_of_tiers_below_are_refused_and_change_nothing():
     scheduler = make_tiers(2)
-    scheduler.note_rates(1e9, 1e3, (1e9, 1.0))
+    scheduler.set_rates(1e9, 1e3, (1e9, 1.0))
     for rates, message in (
         ((1.0,), "has 1 rates for 2 tiers"),
         ((1e9, -1.0), "at least 0"),
     ):
         with pytest.raises(ValueError, match=message):
-            scheduler.note_rates(1e9, 1e3, rates)
+            scheduler.set_rates(1e9, 1e3, rates)
     assert scheduler.get_num_new_matched_tokens(make_request("a", 1, 2), 0)[0] == 0

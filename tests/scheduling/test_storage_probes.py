@@ -146,7 +146,7 @@ def test_the_gate_says_how_long_to_wait_and_whether_at_all():
         ((0.0, 20.0, 0.0), (0.0, 0.5), []),
     ):
         rig = probed(skip_slow_loads=True, block_bytes=10)
-        rig.scheduler.note_rates(*rates)
+        rig.scheduler.set_rates(*rates)
         rig.report_below(latencies_s=latencies_s)
         assert rig.offer(make_request("a", 1, 2))[0] == (None if wait_s else 0)
         rig.step()

@@ -325,7 +325,7 @@ def test_a_request_takes_what_has_arrived_when_the_rest_is_slower_than_computing
     rig.step()
     rig.answer()
     assert rig.offer(request)[0] is None
-    rig.scheduler.note_rates(1e9, 1e6, 1.0)
+    rig.scheduler.set_rates(1e9, 1e6, 1.0)
     assert rig.offer(request)[0] == 4 * BLOCK_SIZE
     assert rig.scheduler.stats.num_fetches_declined == 1
 

@@ -215,7 +215,7 @@ def test_what_is_refused_changes_nothing(pool):
         ),
         (lambda: pool.cache([1], []), r"len\(ids\)=1 .* len\(keys\)=0"),
         (lambda: pool.holds([1, 2], [b"a"]), r"len\(ids\)=2 .* len\(keys\)=1"),
-        (lambda: pool.note_copies([1, 2], [0]), "1 copies must be one for each of 2"),
+        (lambda: pool.record_copies([1, 2], [0]), "1 copies must be one for each of 2"),
         (lambda: pool.pin([1, "x"]), "flat list of ints"),
         (lambda: pool.pin([1, 2**70]), f"block_id={2**70} has more than 64 bits"),
     ]
@@ -363,7 +363,7 @@ def test_copies_are_forgotten_with_contents_and_for_all_blocks_of_a_key():
     keys = [key_from_int(n) for n in (1, 2, 1, 3)]
     pool.cache(blocks, keys)
     pool.free(blocks)
-    pool.note_copies(blocks, np.arange(4, dtype=np.int32))
+    pool.record_copies(blocks, np.arange(4, dtype=np.int32))
     victims = pool.next_victims(9)
     assert (victims.copies.tolist(), victims.rows.size) == ([0, 1, 2, 3], 0)
     pool.forget_copies(keys_to_words(keys[:1]))

@@ -31,7 +31,7 @@ def test_what_a_listing_finds_takes_free_places_only():
     (event,) = tier.take_events()
     assert (event.medium, event.removed) == (STORAGE_MEDIUM, False)
     assert event.block_hashes == names[2:4]
-    assert tier.note_bound(bound=9, num_resident=7) == []
+    assert tier.record_bound(bound=9, num_resident=7) == []
     assert tier.num_unindexed == 3
     tier.add_found(names)
     assert tier.num_held_blocks == 4
@@ -90,13 +90,13 @@ def write(tier, numbers, ok=True):
 
 def test_a_full_store_loses_the_least_recently_used_block_for_each_that_had_no_room():
     tier = StorageTier(4, 100)
-    assert tier.note_full(3) == []  # Whose blocks they are is not known yet.
-    tier.note_bound(bound=100, num_resident=0)
-    assert tier.note_full(3) == []  # Others have filled it.
-    tier.note_bound(bound=100, num_resident=0)
+    assert tier.record_full(3) == []  # Whose blocks they are is not known yet.
+    tier.record_bound(bound=100, num_resident=0)
+    assert tier.record_full(3) == []  # Others have filled it.
+    tier.record_bound(bound=100, num_resident=0)
     write(tier, range(40))
     tier.touch(keys_of([0]))
-    assert tier.note_full(3) == keys_of([1, 2, 3])
+    assert tier.record_full(3) == keys_of([1, 2, 3])
     # From now on one goes for each that comes, and no more.
     assert write(tier, [40, 41]) == keys_of([4, 5])
     assert write(tier, [42], ok=False) == keys_of([6])
@@ -108,11 +108,11 @@ def test_a_full_store_loses_the_least_recently_used_block_for_each_that_had_no_r
 @pytest.mark.parametrize("is_listed_again", [True, False])
 def test_a_store_that_was_full_is_filled_again_later(is_listed_again):
     tier = StorageTier(4, 100)
-    tier.note_bound(bound=100, num_resident=0)
+    tier.record_bound(bound=100, num_resident=0)
     write(tier, range(40))
-    tier.note_full(1)
+    tier.record_full(1)
     if is_listed_again:
-        tier.note_bound(bound=100, num_resident=39)
+        tier.record_bound(bound=100, num_resident=39)
     else:
         deleted = [key for n in range(40, 81) for key in write(tier, [n])]
         assert len(deleted) == 39  # As many as it held, once over.

@@ -170,7 +170,7 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
     ) -> None:
         """Record all blocks of a request, and the accepted tokens of its offer."""
         block_ids = blocks.get_block_ids()
-        self._scheduler.note_blocks(request, block_ids, num_external_tokens)
+        self._scheduler.record_blocks(request, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata | RankSteps:
         """Return the transfers of a step, from vLLM's `SchedulerOutput`."""
@@ -181,7 +181,7 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
         report: WorkerReport | None = connector_output.kv_connector_worker_meta
         if report is None:
             return
-        part = self._scheduler.note_report(report)
+        part = self._scheduler.record_report(report)
         if part is not report.output and connector_output.finished_recving:
             # tpu-inference reports the loads of all ranks to each; keep this rank's.
             connector_output.finished_recving &= {

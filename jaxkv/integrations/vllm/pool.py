@@ -144,7 +144,7 @@ class VllmBlockPool:
             if not block.is_null and (block.ref_cnt or block.block_hash is not None)
         )
 
-    def note_written(
+    def record_written(
         self, block_ids: BlockIds, *, is_old: bool, mark: bytes = b""
     ) -> None:
         """Record who writes blocks: its adapter, and whether it continues old KV."""

@@ -250,7 +250,7 @@ class SchedulerHalf:
     def __init__(self, config: ConnectorConfig, engine_id: str = "") -> None:
         # What the last finished request found, for its response.
         self._summary: dict[str, Any] | None = None
-        notice = self._note_summary if config.vllm.report_requests else None
+        notice = self._record_summary if config.vllm.report_requests else None
         self.scheduler = OffloadScheduler(
             *(config.groups, config.rank_host_blocks),
             *(config.offload.cache_policy, config.enable_events),
@@ -362,7 +362,7 @@ class SchedulerHalf:
         earlier, new = worker.end_transfers()
         for report in earlier:  # vLLM still delivers those that are new here.
             if report.number > self._num_reports:
-                self.note_report(report)
+                self.record_report(report)
         if new is not None:
             ended = {*new.output.finished_recving, *new.output.failed_recving}
             scheduler._update_from_kv_xfer_finished(
@@ -468,13 +468,13 @@ class SchedulerHalf:
             len(self._loading) < max(num_states - _MIN_FREE_STATES, 1)
         )
 
-    def note_blocks(
+    def record_blocks(
         self, request: Any, block_ids: Sequence[Sequence[int]], num_external_tokens: int
     ) -> None:
         """Record all blocks of a request and the tokens to load into them."""
         tracked = self._request(request)
         name, numbers = tracked.request_id, self._numbered(block_ids)
-        self._note_age(tracked, numbers)
+        self._check_age(tracked, numbers)
         self.scheduler.update_state_after_alloc(tracked, numbers, num_external_tokens)
         self._allocated.add(name)
         self._must_wait.discard(name)
@@ -482,7 +482,7 @@ class SchedulerHalf:
         if num_external_tokens and self._config.state_groups:
             self._loading.add(name)
 
-    def _note_age(self, tracked: VllmRequest, tables: Sequence[Sequence[int]]) -> None:
+    def _check_age(self, tracked: VllmRequest, tables: Sequence[Sequence[int]]) -> None:
         """Check whether a request that gets blocks continues from old KV."""
         num_local, tracked.num_local_tokens = tracked.num_local_tokens, None
         pool = self._pool
@@ -499,7 +499,7 @@ class SchedulerHalf:
                 written += table[num_hits:]
             tracked.has_old_kv = pool.has_old(hits, tracked.adapter)
         is_old = tracked.has_old_kv or tracked.has_unknown_weights
-        pool.note_written(written, is_old=is_old, mark=tracked.adapter)
+        pool.record_written(written, is_old=is_old, mark=tracked.adapter)
 
     def build_metadata(self, output: Any) -> StepMetadata | RankSteps:
         """Return the transfers to start in a step, from vLLM's `SchedulerOutput`."""
@@ -521,7 +521,7 @@ class SchedulerHalf:
             if block_ids is not None and name not in self._allocated:
                 new_block_ids[name] = self._numbered(block_ids)
                 if name in self._requests:
-                    self._note_age(self._requests[name], new_block_ids[name])
+                    self._check_age(self._requests[name], new_block_ids[name])
         # vLLM also preempts between steps. A request that was resumed before this step
         # does not count as preempted: its recorded blocks are the new ones.
         preempted = output.preempted_req_ids or ()
@@ -568,7 +568,7 @@ class SchedulerHalf:
             step, adapters=computed, loaded_adapters=loaded, num_misfits=num_misfits
         )
 
-    def note_report(self, report: WorkerReport) -> ConnectorOutput:
+    def record_report(self, report: WorkerReport) -> ConnectorOutput:
         """Release blocks of ended transfers; return this half's part of a report."""
         part = report.output
         if report.number:
@@ -582,17 +582,17 @@ class SchedulerHalf:
             self._must_wait.update(ended.failed_recving)
             self._loading.difference_update(ended.failed_recving)
         if report.num_lost_pools > self._num_lost_pools:
-            self._note_lost_pools(report.num_lost_pools)
+            self._record_lost_pools(report.num_lost_pools)
         if report.adapters is not None:
-            self._note_adapters(report.adapters)
+            self._record_adapters(report.adapters)
         if report.misfits:
             self._num_misfits |= report.num_misfits
-            self._note_misfits(report.misfits.__contains__, has_computed=True)
+            self._record_misfits(report.misfits.__contains__, has_computed=True)
         self._awaits_listing &= not report.is_listed
         if self._prefill is not None:
             rate = self._prefill.tokens_per_s
             rates = report.load_bytes_per_s, rate, report.storage_bytes_per_s
-            self.scheduler.note_rates(*rates)
+            self.scheduler.set_rates(*rates)
         return part
 
     def finish(
@@ -617,7 +617,7 @@ class SchedulerHalf:
             params.setdefault("jaxkv", {})["explain"] = tracked.explanation
         return params or None
 
-    def _note_summary(self, summary: dict[str, Any]) -> None:
+    def _record_summary(self, summary: dict[str, Any]) -> None:
         del summary["request"]  # The response has it.
         self._summary = summary
 
@@ -696,25 +696,25 @@ class SchedulerHalf:
         # The process of a rank has a copy of the worker, which never changes.
         if worker is not None and self._config.num_ranks == 1:
             worker.look()
-            self._note_adapters(worker.adapters)
+            self._record_adapters(worker.adapters)
         num_lost_pools = LOST_POOLS.get(self._engine_id, 0)
         if num_lost_pools > self._num_lost_pools:
-            self._note_lost_pools(num_lost_pools)
+            self._record_lost_pools(num_lost_pools)
         return not self._must_reset or self._try_reset()
 
-    def _note_lost_pools(self, num_lost_pools: int) -> None:
+    def _record_lost_pools(self, num_lost_pools: int) -> None:
         """Record lost pools, and begin a reset."""
         self._num_lost_pools = num_lost_pools
         self._begin_reset()
 
-    def _note_adapters(self, loaded: Mapping[int, bytes]) -> None:
+    def _record_adapters(self, loaded: Mapping[int, bytes]) -> None:
         """Record the adapters that the worker has loaded."""
         before, self._loaded_adapters = self._loaded_adapters, loaded
         changed = dict(loaded.items() - before.items()) if loaded is not before else {}
         if changed:
-            self._note_misfits(lambda key: changed.get(key[0], key[1]) != key[1])
+            self._record_misfits(lambda key: changed.get(key[0], key[1]) != key[1])
 
-    def _note_misfits(
+    def _record_misfits(
         self, is_misfit: Callable[[Adapter], bool], *, has_computed: bool = False
     ) -> None:
         """Store no more blocks of requests whose adapters do not fit their keys.

@@ -294,7 +294,7 @@ class WorkerHalf:
 
         Called before the KV caches are dropped or refilled.
         """
-        self._note_loss("the KV caches were dropped")
+        self._record_loss("the KV caches were dropped")
         runner, worker = self._runner, self._worker
         if worker is None or not worker.num_in_flight:
             return
@@ -307,17 +307,17 @@ class WorkerHalf:
         """Check whether the weights have changed since the last call."""
         self._has_looked = True
         if self._weights is not None and self._weights.has_changed():
-            self._note_weights("arrays of the weights were replaced")
+            self._record_weights("arrays of the weights were replaced")
 
-    def _note_weights(self, reason: str) -> None:
+    def _record_weights(self, reason: str) -> None:
         """Record changed weights, so that the transfers in flight fail.
 
         The next step abandons them: any thread may write weights.
         """
-        self._note_loss(reason)
+        self._record_loss(reason)
         self._must_abandon = True
 
-    def _note_loss(self, reason: str) -> None:
+    def _record_loss(self, reason: str) -> None:
         if self._is_loss_reported:
             _LOG.info("%s: the host tier forgets its blocks", reason)
         self._num_lost_pools += 1
@@ -543,7 +543,7 @@ class WorkerHalf:
             call_before(owner, name, self.lose_pool)
         worker = worker_of(runner)
         for name in PHASES:
-            notice = functools.partial(self._note_weights, f"{name}() was called")
+            notice = functools.partial(self._record_weights, f"{name}() was called")
             call_before(worker, name, notice)
         manager = getattr(runner, "lora_manager", None)
         load = getattr(manager, "_load_adapter", None)
@@ -553,12 +553,12 @@ class WorkerHalf:
             def load_and_note(lora: Any, *args: Any, **named: Any) -> Any:
                 before = self._adapter_marks.mark(lora)
                 adapter = load(lora, *args, **named)
-                self._note_adapter(lora, before)
+                self._record_adapter(lora, before)
                 return adapter
 
             manager._load_adapter = load_and_note  # type: ignore[union-attr]
 
-    def _note_adapter(self, lora: Any, before: bytes | None) -> None:
+    def _record_adapter(self, lora: Any, before: bytes | None) -> None:
         """Keep a loaded adapter's mark; it was `before`, None if downloaded by now."""
         mark = self._adapter_marks.mark(lora)
         if mark is None or (before is not None and before != mark):

@@ -79,7 +79,7 @@ class KeySample:
         """Return the first row after hot keys that begins a whole stratum."""
         return -(-num_hot // self._stratum) * self._stratum
 
-    def note_request(self, keys: Sequence[BlockKey]) -> int:
+    def record_request(self, keys: Sequence[BlockKey]) -> int:
         """Count the keys of a request; return how many of its first keys are hot."""
         counts, num = self._counts, len(keys)
         self._num_blocks += num

@@ -467,7 +467,7 @@ class Shadows:
         """Return a new state; it replaces `before` if keys were rewritten."""
         visit = _Visit()
         if self.sample is not None:
-            visit.num_hot = self.sample.note_request(keys)
+            visit.num_hot = self.sample.record_request(keys)
             visit.rows = []
         if before is not None:
             visit.courses = [Course(mark=course.mark) for course in before.courses]

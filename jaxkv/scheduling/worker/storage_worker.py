@@ -329,7 +329,7 @@ class StorageWorker:
             bound=bound,
             gone=tuple(deleted[:room]),
             num_full=self._num_full,
-            num_down=self._note_state(is_last),
+            num_down=self._record_state(is_last),
             **ended,
         )
         self._ended.clear()
@@ -340,7 +340,7 @@ class StorageWorker:
         latencies_s = means_s if any(means_s) else None
         return (dataclasses.replace(report, latencies_s=latencies_s),)
 
-    def _note_state(self, is_last: bool) -> int:
+    def _record_state(self, is_last: bool) -> int:
         """Return 1 if the store went down since the last report, -1 if it came back."""
         was_down, num_down = self._is_down, self._num_nodes_down
         self._is_down = self.storage_io.is_down and not is_last
@@ -436,7 +436,7 @@ class StorageWorker:
         def end(error: StoreError | None) -> None:
             """Release the host blocks, after the copy has ended or failed."""
             if error is not None:
-                self.storage_io.note_failure("write", error)
+                self.storage_io.record_failure("write", error)
             held.close()
             self._copied.append(write)
 
@@ -545,7 +545,7 @@ class StorageWorker:
             return
         oks = [index in fetch.payloads for index in range(len(batch.keys))]
         if fetch.write is not None and fetch.write.error is not None:
-            self.storage_io.note_failure("read", fetch.write.error)
+            self.storage_io.record_failure("read", fetch.write.error)
             oks = [False] * len(oks)
         del self._fetches[batch.event]
         self._ended["fetched"].append((batch.event, tuple(oks)))

@@ -44,18 +44,18 @@ class StoreHealth:
         """Whether no kind of call fails."""
         return not self._failing
 
-    def note_failure(self, what: str, reason: str, message: str, now_s: float) -> None:
+    def record_failure(self, what: str, reason: str, text: str, now_s: float) -> None:
         """Record a call that failed or was not answered in time."""
         if not (self._failing or self._has_warned):
             self._first_s = now_s
             self._num_failed.clear()
-        self._failing[what] = reason, message
+        self._failing[what] = reason, text
         self._num_failed[what] += 1
         self._failed_s = now_s
         self.has_news = True
         self._warn(now_s)  # Before an answer can end the outage.
 
-    def note_answer(self, what: str) -> None:
+    def record_answer(self, what: str) -> None:
         """Record an answer to a call of a kind."""
         if self._failing:
             self._failing.pop(what, None)
@@ -63,16 +63,16 @@ class StoreHealth:
                 if reason == _UNREACHABLE:
                     del self._failing[kind]
 
-    def note_down(self) -> None:
+    def record_down(self) -> None:
         """Record that the store is not called until it answers again."""
         if self._warning is not None:
             self._warning += ". Until it answers, requests do not wait for it"
 
-    def note_up(self) -> None:
+    def record_up(self) -> None:
         """Record that the store answers again."""
         self._failing.clear()
 
-    def note_refusal(self, reason: str) -> None:
+    def record_refusal(self, reason: str) -> None:
         """Record an object that was not valid, from a store that has answered."""
         if reason not in self._refused:
             self._refused[reason] = False

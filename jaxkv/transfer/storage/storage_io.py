@@ -259,7 +259,7 @@ class StorageIO(Resource):
         self._health = StoreHealth(store.url)
         self._is_down = False
         self._answered_s = float("-inf")  # Latest answer to any call
-        self._outage = Outages(store.url, self._ask_store, self._note_up)
+        self._outage = Outages(store.url, self._ask_store, self._record_up)
         # Seconds that recent operations took, until `take_latencies`
         self._latencies: dict[str, collections.deque[float]] = {
             kind: collections.deque(maxlen=_MAX_LATENCIES)
@@ -279,11 +279,11 @@ class StorageIO(Resource):
         )
         fail, max_items = self._fail, _MAX_CALL_ITEMS
         self._operations: dict[_What, _Operation] = {
-            "read": _Operation(self._get, self._note_read, fail, reads),
-            "write": _Operation(self._put, self._note_written, fail, writes),
-            "probe": _Operation(self._exists, self._note_probed, fail, max_items),
+            "read": _Operation(self._get, self._record_read, fail, reads),
+            "write": _Operation(self._put, self._record_written, fail, writes),
+            "probe": _Operation(self._exists, self._record_probed, fail, max_items),
             "delete": _Operation(
-                store.delete, self._note_deleted, self._fail_delete, max_items
+                store.delete, self._record_deleted, self._fail_delete, max_items
             ),
         }
         self._wakes = {
@@ -386,7 +386,7 @@ class StorageIO(Resource):
             try:
                 self._lister = start_thread("jaxkv storage list", self._list, bound)
             except StoreError as error:
-                self._note_error("list", error)
+                self._record_error("list", error)
                 self._listed = Listed(False)
 
     def take_pages(self, max_keys: int) -> tuple[list[ListedPage], Listed | None]:
@@ -442,7 +442,7 @@ class StorageIO(Resource):
                 self._give_up(job)
             if is_late:
                 self._failed.update(f"{job.kind} late" for job in late)
-                self._note_late(late)
+                self._record_late(late)
             kept: collections.deque[Completion] = collections.deque()
             for completion in self._completions:
                 if completion.ticket not in cancelled:
@@ -452,10 +452,10 @@ class StorageIO(Resource):
             self._completions = kept
             self._wakes_waiters.notify_all()
 
-    def note_failure(self, kind: Kind, error: BaseException) -> None:
+    def record_failure(self, kind: Kind, error: BaseException) -> None:
         """Count a read or a write that failed before its call."""
         with self._lock:
-            self._note_error(kind, error_of(error))
+            self._record_error(kind, error_of(error))
 
     @property
     def read_bytes_per_s(self) -> float:
@@ -583,7 +583,7 @@ class StorageIO(Resource):
         error = self._start_threads(kind)
         if error is not None:
             for _ in range(self._end_queue(kind, error.kind)):
-                self._note_error(kind, error)
+                self._record_error(kind, error)
         else:
             self._wakes[kind].notify(num_jobs)
 
@@ -653,7 +653,7 @@ class StorageIO(Resource):
                 late.append(job)
                 self._completions.append(job.ended("late"))
         if late:
-            self._note_late(late)
+            self._record_late(late)
         completions, self._completions = self._completions, collections.deque()
         for completion in completions:
             if completion.payload is not None:
@@ -710,7 +710,7 @@ class StorageIO(Resource):
         """Report a job that the store has answered, if a caller waits for it."""
         num_bytes = fields.get("num_bytes", 0)
         if outcome != "failed":
-            self._note_answer(job.kind)
+            self._record_answer(job.kind)
         now_s = self._clock()
         if job.kind == "read":
             self._read_rate.stop(now_s, 0 if job.is_over else num_bytes)
@@ -746,11 +746,11 @@ class StorageIO(Resource):
 
     def _fail(self, job: _Job, error: BaseException) -> None:
         error = error_of(error)
-        self._note_error(job.kind, error)
+        self._record_error(job.kind, error)
         self._end(job, "failed", reason=error.kind)
 
     def _fail_delete(self, name: str, error: BaseException) -> None:
-        self._note_error("delete", error_of(error))
+        self._record_error("delete", error_of(error))
         if len(self._undeleted) < _MAX_DELETES:
             self._undeleted[name] = None
         self._end_delete()
@@ -762,39 +762,39 @@ class StorageIO(Resource):
             self._wakes["write"].notify_all()
         self._wake_waiters()
 
-    def _note_error(self, what: str, error: StoreError) -> None:
+    def _record_error(self, what: str, error: StoreError) -> None:
         now_s = self._clock()
         self._failed[f"{what} {error.kind}"] += 1
         self._last_error = str(error)
         if not error.was_down:
-            self._health.note_failure(what, error.kind, str(error), now_s)
+            self._health.record_failure(what, error.kind, str(error), now_s)
         if (what, error.kind) == ("write", "full"):
             self._full_until_s = now_s + _FULL_RETRY_S
 
-    def _note_late(self, jobs: Sequence[_Job]) -> None:
+    def _record_late(self, jobs: Sequence[_Job]) -> None:
         """Record jobs without an answer in time; find out what is down."""
         now_s, has_down = self._clock(), False
         for job in jobs:
-            self._health.note_failure(job.kind, "late", "no answer in time", now_s)
+            self._health.record_failure(job.kind, "late", "no answer in time", now_s)
         if jobs and self._nodes is not None:
             has_down = self._nodes.give_up(now_s - min(job.since_s for job in jobs))
         if not has_down and any(self._answered_s <= job.since_s for job in jobs):
-            self._note_down()
+            self._record_down()
 
-    def _note_answer(self, what: str) -> None:
+    def _record_answer(self, what: str) -> None:
         self._answered_s = self._clock()
-        self._health.note_answer(what)
+        self._health.record_answer(what)
         if self._is_down:
             self._set_up()
 
-    def _note_down(self) -> None:
+    def _record_down(self) -> None:
         """End all operations, and let later ones fail until the store answers."""
         if self._is_down or self._is_closed:
             return
         if not self._outage.begin():
             return  # Each operation waits for the store.
         self._is_down = True
-        self._health.note_down()
+        self._health.record_down()
         for kind in self._queues:
             num_ended = self._end_queue(kind, "down")
             self._counts["dropped"] += num_ended * (kind == "write")
@@ -807,7 +807,7 @@ class StorageIO(Resource):
     def _set_up(self) -> None:
         self._is_down = False
         self._outage.end("")
-        self._health.note_up()
+        self._health.record_up()
         self._wakes["delete"].notify_all()
 
     # The methods below run in this object's threads, without the lock.
@@ -819,7 +819,7 @@ class StorageIO(Resource):
         if all(isinstance(answer, StoreError) for answer in answers):
             answers_of(answers)
 
-    def _note_up(self) -> None:
+    def _record_up(self) -> None:
         with self._lock:
             if self._is_down:
                 self._answered_s = self._clock()
@@ -851,7 +851,7 @@ class StorageIO(Resource):
                 with self._lock:
                     for item in items:
                         operation.fail(item, error)
-                    self._note_down()
+                    self._record_down()
                 return
             answers = [answers] * len(items)
         for item, answer in zip(items, answers, strict=True):
@@ -890,7 +890,7 @@ class StorageIO(Resource):
             for job in jobs
         ]
 
-    def _note_written(self, job: _Job, _: None) -> None:
+    def _record_written(self, job: _Job, _: None) -> None:
         num_bytes = self.objects.object_bytes
         with self._lock:
             self._counts["written"] += 1
@@ -900,7 +900,7 @@ class StorageIO(Resource):
             job.payload = ()
             self._end(job, "done", num_bytes=num_bytes)
 
-    def _note_read(self, job: _Job, data: Piece | None) -> None:
+    def _record_read(self, job: _Job, data: Piece | None) -> None:
         payload = None
         if data is not None and not job.is_over:
             payload = self.objects.decode(job.key, data)
@@ -912,7 +912,7 @@ class StorageIO(Resource):
                 self._end(job, "late")  # It was not decoded.
             elif isinstance(payload, Refusal):
                 self._refused[payload.reason] += 1
-                self._health.note_refusal(payload.reason)
+                self._health.record_refusal(payload.reason)
                 if payload.is_ours:
                     self._delete([self.objects.name(job.key)])
                 self._end(job, "refused", reason=payload.reason, num_bytes=len(data))
@@ -921,7 +921,7 @@ class StorageIO(Resource):
                 self._counts["bytes read"] += len(data)
                 self._end(job, "done", payload=payload, num_bytes=len(data))
 
-    def _note_probed(self, job: _Job, are_there: list[bool]) -> None:
+    def _record_probed(self, job: _Job, are_there: list[bool]) -> None:
         with self._lock:
             job.search.note(job.indices, are_there)
             if job.search.is_over or job.is_over or self._is_closed:
@@ -930,9 +930,9 @@ class StorageIO(Resource):
             job.is_out = False
             self._queues["probe"].appendleft(job)  # Its next round goes first.
 
-    def _note_deleted(self, _name: str, _: None) -> None:
+    def _record_deleted(self, _name: str, _: None) -> None:
         with self._lock:
-            self._note_answer("delete")
+            self._record_answer("delete")
             self._counts["deleted"] += 1
             self._end_delete()
 
@@ -961,16 +961,16 @@ class StorageIO(Resource):
                         self._pages.append(page)
                         self._num_listed += len(page.keys)
             with self._lock:
-                self._note_answer("list")
+                self._record_answer("list")
             listed = Listed(True)
             if bound is not None:
                 listed = self._keep_bound(bound, recorded, census, labels)
         except Exception as error:
             with self._lock:
                 failure = error_of(error)
-                self._note_error("list", failure)
+                self._record_error("list", failure)
                 if failure.kind == "unreachable":
-                    self._note_down()
+                    self._record_down()
         finally:
             with self._lock:
                 self._listed = listed
@@ -1014,7 +1014,7 @@ class StorageIO(Resource):
             if error.kind != "full":
                 raise
             with self._lock:
-                self._note_error("write", error)
+                self._record_error("write", error)
 
     def _known_bounds(self, bound: Bound, recorded: Sequence[Bound]) -> list[Bound]:
         """Return the recorded bounds and those that the store has evicted since.
@@ -1026,7 +1026,7 @@ class StorageIO(Resource):
             answers_of(self._store.get(list(map(self.objects.bound_name, recorded)), 1))
         except StoreError as error:
             with self._lock:
-                self._note_error("list", error)
+                self._record_error("list", error)
         has_owner = bound.is_owners or any(record.is_owners for record in recorded)
         evicted = (
             record

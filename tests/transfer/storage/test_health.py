@@ -26,9 +26,9 @@ def test_a_store_that_flaps_is_told_at_most_once_a_minute_of_each():
     for tenth in range(36_000):  # An hour.
         now_s = tenth / 10
         if rng.random() < 0.05:
-            health.note_failure("read", "unreachable", "Connection refused", now_s)
+            health.record_failure("read", "unreachable", "Connection refused", now_s)
         elif rng.random() < 0.3:
-            health.note_answer("read")
+            health.record_answer("read")
         logged += [(now_s, level) for level, _ in lines_of(health, now_s)]
     times = {
         level: [now_s for now_s, logged_level in logged if logged_level == level]
@@ -42,12 +42,12 @@ def test_a_store_that_flaps_is_told_at_most_once_a_minute_of_each():
 
 def test_calls_that_fail_after_a_store_has_come_back_are_no_second_failure():
     health = StoreHealth("redis://kv")
-    health.note_failure("write", "unreachable", "Connection refused", 0.0)
+    health.record_failure("write", "unreachable", "Connection refused", 0.0)
     assert [level for level, _ in lines_of(health, 0.0)] == [logging.WARNING]
-    health.note_answer("read")
+    health.record_answer("read")
     assert health.is_up, "it can be reached"
-    health.note_failure("write", "unreachable", "Connection reset", 90.0)
-    health.note_answer("write")
+    health.record_failure("write", "unreachable", "Connection reset", 90.0)
+    health.record_answer("write")
     assert lines_of(health, 90.5) == []
     [(level, text)] = lines_of(health, 91.0)
     assert level == logging.INFO
@@ -57,20 +57,20 @@ def test_calls_that_fail_after_a_store_has_come_back_are_no_second_failure():
 
 def test_a_full_store_is_down_until_a_write_gets_there_whatever_it_reads():
     health = StoreHealth("/kv")
-    health.note_failure("write", "full", "No space left on device", 0.0)
+    health.record_failure("write", "full", "No space left on device", 0.0)
     for what in ("read", "list", "delete"):
-        health.note_answer(what)
+        health.record_answer(what)
         assert not health.is_up
     [(_, text)] = lines_of(health, 0.0)
     assert "fails: write full (No space left on device)" in text
-    health.note_answer("write")
+    health.record_answer("write")
     assert health.is_up
 
 
 def test_a_failure_that_has_passed_before_anybody_looked_is_logged():
     health = StoreHealth("/kv")
-    health.note_failure("read", "other", "once", 0.0)
-    health.note_answer("read")
+    health.record_failure("read", "other", "once", 0.0)
+    health.record_answer("read")
     [(first, text), (second, end)] = lines_of(health, 3.0)
     assert (first, second) == (logging.WARNING, logging.INFO)
     assert text.startswith("the store /kv fails: read other (once).")
@@ -81,20 +81,20 @@ def test_a_failure_that_has_passed_before_anybody_looked_is_logged():
 def test_an_outage_is_counted_from_its_first_failure_however_late_its_warning():
     health = StoreHealth("/kv")
     for now_s in (0.0, 20.0):
-        health.note_failure("write", "denied", "once", now_s)
-        health.note_answer("write")
+        health.record_failure("write", "denied", "once", now_s)
+        health.record_answer("write")
         lines_of(health, now_s + 5.0)
     # It began within a minute of the last warning, and goes on.
-    health.note_failure("read", "denied", "Permission denied", 30.0)
-    health.note_failure("write", "denied", "Permission denied", 40.0)
+    health.record_failure("read", "denied", "Permission denied", 30.0)
+    health.record_failure("write", "denied", "Permission denied", 40.0)
     assert lines_of(health, 59.0) == []
     [(level, text)] = lines_of(health, 61.0)
     assert level == logging.WARNING
     assert "read denied (Permission denied)" in text
-    health.note_failure("write", "denied", "Permission denied", 80.0)
-    health.note_answer("read")
+    health.record_failure("write", "denied", "Permission denied", 80.0)
+    health.record_answer("read")
     assert lines_of(health, 90.0) == []
-    health.note_answer("write")
+    health.record_answer("write")
     [(level, text)] = lines_of(health, 130.0)
     assert level == logging.INFO
     assert text.endswith(" recovered after 100 s (1 failed read, 2 failed writes)")
@@ -105,17 +105,17 @@ def test_a_disk_that_stays_full_is_logged_once_an_hour_and_what_else_fails_at_on
     logged = []
     for minute in range(121):  # Each listing has it tried again.
         now_s = 60.0 * minute
-        health.note_failure("write", "full", "No space left on device", now_s)
-        health.note_answer("write")
+        health.record_failure("write", "full", "No space left on device", now_s)
+        health.record_answer("write")
         logged += [(minute, level) for level, _ in lines_of(health, now_s + 2.0)]
     assert logged == [
         (minute, level)
         for minute in (0, 60, 120)
         for level in (logging.WARNING, logging.INFO)
     ]
-    health.note_failure("write", "full", "No space left on device", 7300.0)
+    health.record_failure("write", "full", "No space left on device", 7300.0)
     assert lines_of(health, 7300.0) == []
-    health.note_failure("read", "unreachable", "Stale file handle", 7301.0)
+    health.record_failure("read", "unreachable", "Stale file handle", 7301.0)
     [(_, text)] = lines_of(health, 7301.0)
     assert "read unreachable (Stale file handle)" in text
 
@@ -123,11 +123,11 @@ def test_a_disk_that_stays_full_is_logged_once_an_hour_and_what_else_fails_at_on
 def test_invalid_objects_are_logged_once_for_each_reason():
     health = StoreHealth("/kv")
     for reason in ("torn", "checksum", "torn"):
-        health.note_refusal(reason)
-        health.note_refusal(reason)
+        health.record_refusal(reason)
+        health.record_refusal(reason)
     texts = [text for _, text in lines_of(health, 0.0)]
     assert ["invalid objects (torn)" in text for text in texts] == [True, False]
-    health.note_refusal("torn")
+    health.record_refusal("torn")
     assert lines_of(health, 1000.0) == []
     assert health.is_up
 
