@@ -133,12 +133,12 @@ def package(session: nox.Session) -> None:
 
 @nox.session(allow_parallel=True)
 def campaign(session: nox.Session) -> None:
-    """Three minutes of random engines, with faults."""
+    """A minute of random engines, with faults, and the campaign's controls."""
     session.install("-e", ".[test]")
     session.run(
         *("pytest", "-q", "-m", "long", "tests/campaign/test_campaign.py"),
         *session.posargs,
-        env={"JAXKV_TEST_CAMPAIGN_MINUTES": "3"},
+        env={"JAXKV_TEST_CAMPAIGN_MINUTES": "1"},
     )
 
 
