@@ -258,7 +258,7 @@ REFUSED = """
 {"mode": ["lazy"]}             | mode=['lazy'] must be one of eager, lazy
 {"cache_policy": "LRU"}        | lru, arc, hazard: did you mean
 {"transfer_mode": "x"}         | ='x' must be one of fused, staged, or None
-{"compression": "itn8"}        | must be int8 or None: did you mean int8?
+{"compression": "itn8"}        | must be one of int8, or None: did you mean int8?
 {"deadline_s": 0} | deadline_s=0 must be a number of seconds above 0, or None
 {"deadline_s": "5"}            | deadline_s='5' must be a number of seconds above 0
 {"deadline_s": NaN}            | deadline_s=nan must be a number of seconds above 0

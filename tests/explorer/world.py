@@ -1637,6 +1637,7 @@ _IGNORED = {
         ("Boundary", "_reuse_filter"),
         ("Load", "keys"),
         ("Requests", "by_request"),
+        ("Table", "times"),
     ),
 }
 
@@ -1720,6 +1721,13 @@ def _events(ledger):
     return show
 
 
+def _places(world, ids, fields):
+    """Return the entries of a table in use, and which of them are void."""
+    ids, times = ids[: fields["num"]], fields["times"][: fields["num"]]
+    given = world.scheduler._chooser._places._given
+    return world._show(ids, "device"), (given[ids] > times).tolist()
+
+
 def _probes_in(world, num, _):
     return num % _PROBE_INTERVAL
 
@@ -1729,6 +1737,7 @@ _RELATIVE = {
     ("_Progress", "refused_at"): lambda world, at, _: (
         at == world._fields("_stores")["num_changes"]
     ),
+    ("Table", "ids"): _places,
     ("_Progress", "whole_at"): lambda world, num, _: num == world.host_tier.num_removed,
     ("Gate", "_num_slow"): _probes_in,
     ("Gate", "_num_slow_fetches"): _probes_in,

@@ -5,8 +5,12 @@ import importlib.util
 
 import pytest
 
+# Files that import an engine.
+collect_ignore = []
 if importlib.util.find_spec("tpu_inference") is None:
-    collect_ignore = ["vllm_cpu/forked.py", "vllm_cpu/hosts.py"]  # They import it.
+    collect_ignore += ["vllm_cpu/forked.py", "vllm_cpu/hosts.py"]
+if importlib.util.find_spec("sgl_jax") is None:
+    collect_ignore += [f"sglang_cpu/{name}.py" for name in ("rig", "scenes", "table")]
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ def main(address, num_processes, process):
     specs = test_sharded.SPECS
     for mode, name in CASES:
         if name == "int8":
-            test_sharded.compressed(4, specs["by both"], name, mode)
+            test_sharded.compressed(4, specs["by both"], mode)
         else:
             test_sharded.round_trips(4, specs[name], "Auto", mode, rounds=3)
         print(f"{mode}, {name}: as it should be", flush=True)
