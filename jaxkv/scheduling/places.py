@@ -14,14 +14,14 @@ _NEVER = np.iinfo(np.int64).max
 
 @dataclasses.dataclass(eq=False)
 class Table:
-    """A request's block table for one group: its first `num` entries are in use.
+    """A request's block table for one group, with the time of each entry.
 
-    An entry is a place: a block, and the time at which the request got it.
+    An entry is a place: a block, and when the request got it.
     """
 
-    ids: NDArray[np.int64]
-    times: NDArray[np.int64]
-    num: int
+    ids: NDArray[np.int64]  # i64[n]
+    times: NDArray[np.int64]  # i64[n]
+    num: int  # The first `num` entries are in use.
 
     def __len__(self) -> int:
         return self.num
@@ -30,29 +30,29 @@ class Table:
 class Places:
     """The versions of the device's blocks: when each was last given to a request.
 
-    Whoever gets a block voids all older entries of tables for good, even if the block
-    is then given to a request with the same prefix. Times count calls of `give`.
+    Once a block is given away, all older entries are void for good, even if a request
+    with the same prefix gets the block again. Times count calls of `give`.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks, self._now = num_blocks, 0
-        self._given = np.zeros(num_blocks, np.int64)  # i64[B]
-        self._given[NULL_BLOCK] = _NEVER  # The null block holds nothing.
+        self._last_given = np.zeros(num_blocks, np.int64)  # i64[B]
+        self._last_given[NULL_BLOCK] = _NEVER  # The null block holds nothing.
 
     def give(self, ids: NDArray[np.int64]) -> int:
         """Void all entries of blocks; return the time of the entries that follow."""
         self._now += 1
-        self._given[ids] = self._now
-        self._given[NULL_BLOCK] = _NEVER
+        self._last_given[ids] = self._now
+        self._last_given[NULL_BLOCK] = _NEVER
         return self._now
 
     def admit(self, ids: NDArray[np.int64], num_found: int) -> Table:
-        """Give blocks to a request, except the first ones, which were found cached."""
+        """Make a request's table; its first `num_found` blocks were found cached."""
         now = self.give(ids[num_found:])
         return Table(ids, np.full(len(ids), now), len(ids))
 
     def extend(self, table: Table, ids: NDArray[np.int64]) -> None:
-        """Give more blocks to a request."""
+        """Append blocks to a table."""
         first, end = table.num, table.num + len(ids)
         if end > len(table.ids):
             room = np.zeros(end, np.int64)
@@ -62,23 +62,23 @@ class Places:
         table.num = end
 
     def replace(self, table: Table, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Replace the blocks of a table; return those that were given to the request.
+        """Replace the blocks of a table; return those that are new at their place.
 
         An entry that stays keeps its time, which may have voided it.
         """
         num = min(len(ids), table.num)
         is_new = np.ones(len(ids), np.bool_)
         np.not_equal(ids[:num], table.ids[:num], out=is_new[:num])
-        given = ids[is_new]
-        if len(given) or len(ids) != table.num:
+        new_ids = ids[is_new]
+        if len(new_ids) or len(ids) != table.num:
             times = np.zeros(len(ids), np.int64)
             times[:num] = table.times[:num]
-            times[is_new] = self.give(given)
+            times[is_new] = self.give(new_ids)
             table.ids, table.times, table.num = ids, times, len(ids)
-        return given
+        return new_ids
 
     def rewind(self, table: Table, first: int) -> NDArray[np.int64]:
-        """Give a request its own blocks from an index on, which it overwrites."""
+        """Renew the entries from an index on, whose blocks the request overwrites."""
         ids = table.ids[first : table.num]
         table.times[first : table.num] = self.give(ids)
         return ids
@@ -86,5 +86,5 @@ class Places:
     def read(self, table: Table, first: int, end: int) -> NDArray[np.int64]:
         """Return the block ids of entries [first, end), or null where they are void."""
         ids = table.ids[first:end]
-        is_valid = self._given[ids] <= table.times[first:end]
+        is_valid = self._last_given[ids] <= table.times[first:end]
         return ids if is_valid.all() else np.where(is_valid, ids, NULL_BLOCK)

@@ -1724,7 +1724,7 @@ def _events(ledger):
 def _places(world, ids, fields):
     """Return the entries of a table in use, and which of them are void."""
     ids, times = ids[: fields["num"]], fields["times"][: fields["num"]]
-    given = world.scheduler._chooser._places._given
+    given = world.scheduler._chooser._places._last_given
     return world._show(ids, "device"), (given[ids] > times).tolist()
 
 
