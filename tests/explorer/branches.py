@@ -25,6 +25,7 @@ OUTSIDE = {
         *("requests.py Requests.checked", "requests.py Requests._missing_error"),
         *("requests.py Requests._check_lists", "requests.py Requests._check_number"),
         *("rules.py _checked_shadow", "rules.py RuleSettings._contradictions"),
+        "rules.py parse_shadows",
         *("rules.py OffloadRules._contradictions", "rules.py check_groups"),
         *("rules.py _check_one_group", "rules.py check_lists_victims"),
     ),
@@ -47,7 +48,8 @@ OUTSIDE = {
         "stats.py Histogram.add",
     ),
     "it is about several processes, or several tiers": (
-        *("protocol.py OffloadMetadata.digest", "protocol.py _items_of"),
+        *("protocol.py OffloadMetadata.digest", "protocol.py OffloadMetadata.facts"),
+        "protocol.py _items_of",
         "plan.py checked_rates",
     ),
 }
