@@ -35,7 +35,7 @@ CEILINGS = {
     "compiling": 990,
     "keys": 698,
     "policies": 3_741,
-    "transfer": 9_205,
+    "transfer": 9_202,
     "tiers": 4_347,
     "search": 581,
     "scheduling": 10_063,

@@ -42,10 +42,7 @@ class Compression:
 
     def __post_init__(self) -> None:
         if self.dtype not in get_args(Quantised):
-            raise ValueError(
-                f"compression dtype={shown(self.dtype)} must be one of "
-                f"{get_args(Quantised)}."
-            )
+            raise ValueError(f"compression dtype={shown(self.dtype)} must be 'int8'.")
 
 
 class Part(NamedTuple):

@@ -90,7 +90,7 @@ def test_wrong_arguments_of_an_engine_are_refused():
         with pytest.raises(ValueError, match=message):
             TransferEngine(pool, **size | arguments)
     assert TransferEngine(pool, host_bytes=2128).num_host_blocks == 1
-    with pytest.raises(ValueError, match="compression dtype='int4' must be one of"):
+    with pytest.raises(ValueError, match="compression dtype='int4' must be 'int8'"):
         Compression("int4")
     with pytest.raises(ValueError, match="at least one pool"):
         MultiPoolEngine([], 4)
