@@ -2,7 +2,7 @@
 
 SmolLM2-135M-Instruct computes the KV of a prefix in float32. It is kept as blocks of
 bfloat16 in jaxkv's engine, saved and loaded with each compression, and the model reads
-the rest of the text with what came back. Measured are the next tokens' probabilities:
+the rest of the text after the loaded KV. Measured are the next tokens' probabilities:
 their KL divergence from those without any blocks, the change of perplexity, and the
 share of equal most likely tokens. The texts are this repository's; windows are spread
 evenly over them. Errors are the standard errors over the windows.

@@ -8,10 +8,10 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 from jaxkv import BorrowedPool, Extras, FullAttention, KeyChain, Namespace
-from jaxkv import OffloadScheduler as OffloadScheduler
 from jaxkv._util import shown
 from jaxkv.keys.hashing import NO_EXTRAS, KeyedBlock, TokenIds
 from jaxkv.scheduling import ConnectorOutput, OffloadMetadata, SchedulerOutput
+from jaxkv.scheduling.scheduler import OffloadScheduler
 from jaxkv.types import BlockKey
 
 Slots = TypeVar("Slots")

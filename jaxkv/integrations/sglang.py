@@ -20,7 +20,7 @@ import numpy as np
 from jaxkv import BorrowedPool, Extras, Namespace, OffloadConfig
 from jaxkv.integrations import weights as weights_of
 from jaxkv.integrations.engine_hooks import EngineHooks, ParkedFrees
-from jaxkv.integrations.vllm.weights_watch import WeightsWatch
+from jaxkv.integrations.weights_watch import WeightsWatch
 
 _LOG = logging.getLogger("jaxkv")
 
@@ -114,7 +114,7 @@ class SglangOffload:
             *(scheduler, pool, space),
             tokens_of=lambda r: r.req.origin_input_ids + r.req.output_ids,
             table_of=self._table_of,
-            # `extra_key` joins salt and adapter; alone it would not tell them apart.
+            # `extra_key` is salt and adapter in one text, which is ambiguous.
             extras_of=lambda r: Extras(r.req.extra_key, r.req.lora_id),
             record=None if publisher is None else publisher.catalog.record,
         )
@@ -381,7 +381,7 @@ def attach(
     weights: str | None = None,
     keep_on_flush: bool = False,
 ) -> SglangOffload:
-    """Give a new scheduler of sglang-jax a host tier.
+    """Add a host tier to a new scheduler of sglang-jax.
 
     Args:
         scheduler: An `sgl_jax.srt.managers.scheduler.Scheduler`.

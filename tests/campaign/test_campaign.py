@@ -10,7 +10,7 @@ import pytest
 
 from jaxkv.integrations.vllm.adapters import Adapters
 from jaxkv.integrations.vllm.pool import MARK_BYTES
-from jaxkv.integrations.vllm.weights_watch import WeightsWatch
+from jaxkv.integrations.weights_watch import WeightsWatch
 from jaxkv.keys.mark import KeyMark
 from tests.campaign import campaign, corruptions
 from tests.campaign.by_hand import ByHand

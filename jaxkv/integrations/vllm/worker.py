@@ -34,7 +34,7 @@ from jaxkv.integrations.vllm.ranks import (
 )
 from jaxkv.integrations.vllm.stats import OffloadConnectorStats, StatsReader
 from jaxkv.integrations.vllm.tokens import TokenRestorer
-from jaxkv.integrations.vllm.weights_watch import PHASES, WeightsWatch, worker_of
+from jaxkv.integrations.weights_watch import PHASES, WeightsWatch, worker_of
 from jaxkv.observe.start import log_start
 from jaxkv.scheduling.protocol import (
     NO_EVENT,

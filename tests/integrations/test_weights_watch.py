@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 from flax import nnx
 
-from jaxkv.integrations.vllm.weights_watch import WeightsWatch
+from jaxkv.integrations.weights_watch import WeightsWatch
 
 
 def arrays(*names):
